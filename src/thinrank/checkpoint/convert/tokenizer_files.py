@@ -1,0 +1,52 @@
+"""Repairs of tokenizer files that would otherwise break generation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def drop_unknown_pad_token(files: dict[str, bytes]) -> list[str]:
+    """Remove a padding token that is not in the vocabulary; return what was dropped.
+
+    Basis Sharing saves `"pad_token": "[PAD]"` without adding it: a loader then gives it the id behind the
+    last one, which lies outside the embedding.
+    """
+    config = _load(files, "tokenizer_config.json")
+    pad = _text(config.get("pad_token")) or _text(_load(files, "special_tokens_map.json").get("pad_token"))
+    if pad is None or pad in _vocabulary(files, config):
+        return []
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        content = _load(files, name)
+        if content.pop("pad_token", None) is not None:
+            files[name] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    return [f"padding token {pad!r} (not in the vocabulary)"]
+
+
+def _vocabulary(files: dict[str, bytes], config: dict[str, Any]) -> set[str]:
+    """Every token that has an id, as far as it can matter for a special token."""
+    known = {_text(token) or "" for token in config.get("added_tokens_decoder", {}).values()}
+    known |= set(_load(files, "added_tokens.json"))
+    tokenizer = _load(files, "tokenizer.json")
+    known |= {_text(token) or "" for token in tokenizer.get("added_tokens", [])}
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    known |= set(vocabulary) if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
+    known |= set(_load(files, "vocab.json"))
+    if "tokenizer.model" in files and not tokenizer:
+        from sentencepiece import SentencePieceProcessor
+
+        processor = SentencePieceProcessor(model_proto=files["tokenizer.model"])
+        known |= {processor.id_to_piece(i) for i in range(processor.vocab_size())}
+    return known
+
+
+def _load(files: dict[str, bytes], name: str) -> dict[str, Any]:
+    content = json.loads(files[name]) if name in files else {}
+    return content if isinstance(content, dict) else {}
+
+
+def _text(token: object) -> str | None:
+    """A token is a string or an object with `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,191 @@
+"""Writes a checkpoint folder: tensor by tensor, into a temporary folder that is renamed when complete.
+
+Knows nothing about what the tensors mean. Peak memory is one tensor.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from ..errors import OutputError
+from .format import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
+from .tensors import LazyTensor
+
+#: Larger checkpoints are split into shards of at most this many bytes.
+MAX_SHARD_BYTES = 4 * 10**9
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def save_checkpoint(
+    destination: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, LazyTensor],
+    files: Mapping[str, bytes],
+    *,
+    force: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = True,
+) -> None:
+    """Write config, weights and further files (tokenizer, ...) as a checkpoint folder.
+
+    With `force` an existing checkpoint is replaced, at the moment the new one is complete.
+
+    Raises OutputError when the destination exists, is no checkpoint, or cannot be written; then nothing
+    is left behind.
+    """
+    needed = sum(t.nbytes for t in tensors.values()) + sum(len(content) for content in files.values())
+    with staged_folder(destination, force=force, needed_bytes=needed) as folder:
+        _write_weights(folder, tensors, max_shard_bytes, progress)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def staged_folder(destination: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
+    """Give a temporary folder beside `destination` that takes its name when the block succeeds.
+
+    When the block fails, the temporary folder is removed and `destination` is as it was. One that a
+    killed process left behind is removed first.
+    """
+    destination = Path(destination).absolute()
+    check_destination(destination, force=force)
+    staging = destination.with_name(f".{destination.name}.incomplete")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        _remove_tree(staging)
+        staging.mkdir()
+        free = shutil.disk_usage(staging).free
+        if needed_bytes > free:
+            raise OutputError(
+                f"{destination} needs {needed_bytes / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on its disk",
+                "free some space or choose another destination",
+            )
+        yield staging
+        _replace(staging, destination)
+    except OSError as error:
+        raise write_error(destination, error) from error
+    finally:
+        _remove_tree(staging)
+
+
+def check_destination(destination: Path, *, force: bool) -> None:
+    """Raise OutputError unless `destination` is free, or is a checkpoint that `force` may replace."""
+    if not destination.exists() and not destination.is_symlink():
+        return
+    if destination.is_dir() and not any(destination.iterdir()):
+        return
+    if not force:
+        raise OutputError(f"{destination} exists already", "choose another destination or pass --force")
+    if not (destination / CONFIG_NAME).is_file():
+        raise OutputError(
+            f"{destination} exists and is no checkpoint (it has no {CONFIG_NAME}), so --force does not replace it",
+            "choose another destination or remove it yourself",
+        )
+
+
+def write_error(destination: Path, error: OSError) -> OutputError:
+    """The one-line error for a failed write."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutputError(
+            f"the disk filled up while writing {destination}", "free some space and run it again"
+        )
+    return OutputError(f"cannot write {destination}: {error.strerror or error}", "choose another destination")
+
+
+def shard_tensors(tensors: Mapping[str, LazyTensor], max_shard_bytes: int) -> list[dict[str, LazyTensor]]:
+    """Split tensors, in order, into shards of at most `max_shard_bytes` (or one tensor, if larger)."""
+    shards: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _write_weights(
+    folder: Path, tensors: Mapping[str, LazyTensor], max_shard_bytes: int, progress: bool
+) -> None:
+    shards = shard_tensors(tensors, max_shard_bytes)
+    total = sum(t.nbytes for t in tensors.values())
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="Writing", disable=not progress, leave=False
+    ) as bar:
+        if len(shards) == 1:
+            _write_safetensors(folder / WEIGHTS_NAME, shards[0], bar)
+            return
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            _write_safetensors(folder / name, shard, bar)
+            weight_map |= dict.fromkeys(shard, name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, LazyTensor], bar: tqdm[Any]) -> None:
+    """Stream one safetensors file: 8-byte length, JSON header padded to 8 bytes, then the data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)))
+        file.write(encoded)
+        for name, tensor in tensors.items():
+            value = tensor.read()
+            if value.shape != tensor.shape or value.dtype != tensor.dtype:
+                raise AssertionError(
+                    f"{name} was announced as {tensor} and read as {value.shape} {value.dtype}"
+                )
+            # A byte view works for every dtype, bfloat16 included.
+            file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            bar.update(tensor.nbytes)
+
+
+def _replace(staging: Path, destination: Path) -> None:
+    if not destination.exists():
+        staging.rename(destination)
+        return
+    old = destination.with_name(f".{destination.name}.replaced")
+    _remove_tree(old)
+    destination.rename(old)
+    staging.rename(destination)
+    _remove_tree(old)
+
+
+def _remove_tree(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
