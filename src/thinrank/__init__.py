@@ -13,14 +13,14 @@ from .version import __version__
 if TYPE_CHECKING:
     from .checkpoint.convert import convert
     from .checkpoint.export import export
-    from .compress import compress
+    from .compression import compress
     from .llm import LLM
 
 _HOMES = {
     "LLM": ".llm",
     "convert": ".checkpoint.convert",
     "export": ".checkpoint.export",
-    "compress": ".compress",
+    "compress": ".compression",
 }
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face style folder: config.json, the weight files and their index, the tokenizer files.
+"""The parts of a Hugging Face style folder: config.json, the weight files and their index, the tokenizer.
 
 Names inside a folder come from strangers: an index may only name files that lie directly in the folder.
 """
@@ -46,7 +46,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path, stem: str, suffix: str) -> list[Path]:
-    """The files of `<stem>.<suffix>`, or those that `<stem>.<suffix>.index.json` names; empty if neither exists.
+    """The file `<stem>.<suffix>`, or those that `<stem>.<suffix>.index.json` names; empty if neither exists.
 
     Raises CheckpointError when the index names a file that is missing or lies elsewhere.
     """

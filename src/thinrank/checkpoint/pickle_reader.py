@@ -130,6 +130,10 @@ class _Storage:
         return self.numel * self.dtype.itemsize
 
 
+#: A setting computed with NumPy is pickled as a call of one of these. Its value is of no interest here.
+_NUMPY_SCALARS = ("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+
+
 class _TensorBuilder:
     """Imitates the functions by which a pickle rebuilds tensors."""
 
@@ -151,6 +155,7 @@ class _TensorBuilder:
             "torch.Size": self._size,
             "torch.device": lambda args: Stub(GlobalRef("torch", "device"), args),
             "torch._tensor._rebuild_from_type_v2": self._tensor_with_attributes,
+            **dict.fromkeys(_NUMPY_SCALARS, lambda args: Stub(GlobalRef("numpy", "scalar"), args)),
         }
         return PickleMachine(self.path.name, calls, self.persistent_load, opaque=(LazyTensor,))
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from tqdm.auto import tqdm
@@ -80,7 +80,7 @@ def staged_folder(destination: Path, *, force: bool, needed_bytes: int) -> Itera
         free = shutil.disk_usage(staging).free
         if needed_bytes > free:
             raise OutputError(
-                f"{destination} needs {needed_bytes / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on its disk",
+                f"{destination} needs {needed_bytes / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free",
                 "free some space or choose another destination",
             )
         yield staging
@@ -89,6 +89,23 @@ def staged_folder(destination: Path, *, force: bool, needed_bytes: int) -> Itera
         raise write_error(destination, error) from error
     finally:
         _remove_tree(staging)
+
+
+@contextmanager
+def work_folder(destination: Path) -> Iterator[Path]:
+    """Give a folder beside `destination` for intermediate files; it is removed at the end.
+
+    Raises OutputError when it cannot be made or written.
+    """
+    work = Path(destination).absolute().with_name(f".{Path(destination).name}.work")
+    try:
+        _remove_tree(work)
+        work.mkdir(parents=True)
+        yield work
+    except OSError as error:
+        raise write_error(destination, error) from error
+    finally:
+        _remove_tree(work)
 
 
 def check_destination(destination: Path, *, force: bool) -> None:
@@ -101,7 +118,7 @@ def check_destination(destination: Path, *, force: bool) -> None:
         raise OutputError(f"{destination} exists already", "choose another destination or pass --force")
     if not (destination / CONFIG_NAME).is_file():
         raise OutputError(
-            f"{destination} exists and is no checkpoint (it has no {CONFIG_NAME}), so --force does not replace it",
+            f"{destination} exists and is no checkpoint (no {CONFIG_NAME}), so --force does not replace it",
             "choose another destination or remove it yourself",
         )
 
@@ -165,14 +182,17 @@ def _write_safetensors(path: Path, tensors: Mapping[str, LazyTensor], bar: tqdm[
         file.write(struct.pack("<Q", len(encoded)))
         file.write(encoded)
         for name, tensor in tensors.items():
-            value = tensor.read()
-            if value.shape != tensor.shape or value.dtype != tensor.dtype:
-                raise AssertionError(
-                    f"{name} was announced as {tensor} and read as {value.shape} {value.dtype}"
-                )
-            # A byte view works for every dtype, bfloat16 included.
-            file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            _write_tensor(file, name, tensor)
             bar.update(tensor.nbytes)
+
+
+def _write_tensor(file: BinaryIO, name: str, tensor: LazyTensor) -> None:
+    """A function of its own, so that one tensor is gone before the next is read."""
+    value = tensor.read()
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise AssertionError(f"{name} was announced as {tensor} and read as {value.shape} {value.dtype}")
+    # A byte view works for every dtype, bfloat16 included.
+    file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _replace(staging: Path, destination: Path) -> None:

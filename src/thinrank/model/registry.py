@@ -35,7 +35,7 @@ ARCHITECTURES = {
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 #: Keys that change the mathematics, with the values that do not.
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+NEUTRAL_KEYS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": (None, "silu", "swish"),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -82,7 +82,7 @@ def parse_config(
     a setting changes the mathematics in a way that is not implemented.
     """
     architecture = architecture_of(config)
-    for key, neutral in _NEUTRAL_VALUES.items():
+    for key, neutral in NEUTRAL_KEYS.items():
         if key in config and config[key] not in neutral:
             raise UnsupportedModelError(
                 f"config.json sets {key} to {config[key]!r}", "this is not implemented"

@@ -43,7 +43,8 @@ def _family_of_ab_linear(tensors: Mapping[str, LazyTensor]) -> str:
     for name, a in tensors.items():
         match = AB_LINEAR.fullmatch(name)
         b = tensors.get(f"{match[1]}.BLinear.weight") if match and match[2] == "ALinear" else None
-        if b is not None and match and match[3] == "weight" and len(a.shape) == len(b.shape) == 2:
-            if a.shape[0] == b.shape[1] and a.shape[1] != b.shape[0]:
-                return "dobi-svd"
+        if b is None or len(a.shape) != 2 or len(b.shape) != 2:
+            continue
+        if a.shape[0] == b.shape[1] and a.shape[1] != b.shape[0]:
+            return "dobi-svd"
     return "asvd"

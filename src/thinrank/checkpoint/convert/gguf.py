@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
@@ -26,7 +26,6 @@ from ...model.registry import parse_config
 from ..format import expected_tensors
 from ..tensors import LazyTensor
 from .gguf_tokenizer import special_token_ids, tokenizer_files
-from .source_model import SourceModel
 
 FAMILY = "gguf"
 
@@ -37,9 +36,10 @@ _VERSIONS = (2, 3)
 # length is an error rather than an allocation.
 _MOST_HEADER_BYTES = 2**28
 _MOST_ITEMS = 2**22
+_MOST_NAME_CHARACTERS = 1024
 
 _STRING, _ARRAY = 8, 9
-_NUMBERS = {
+_NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),
@@ -204,6 +204,23 @@ class _Encoding:
     decode: Callable[[bytearray, int], torch.Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class GGUFModel:
+    """A GGUF file in Hugging Face's terms.
+
+    config: content of a config.json. tensors: every tensor of the model under its Hugging Face name, in
+    the model's order. tokenizer_files: file name -> content; always generation_config.json, and
+    tokenizer.json and tokenizer_config.json if the file has a vocabulary. dropped: one line for each
+    thing that is left out or guessed. base_model: the repository that the file says it was made from.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, LazyTensor]
+    tokenizer_files: dict[str, bytes]
+    dropped: list[str] = field(default_factory=list)
+    base_model: str | None = None
+
+
 def is_gguf(path: Path) -> bool:
     """Whether the file starts as a GGUF file does. False for folders and unreadable files."""
     try:
@@ -215,7 +232,7 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def read(path: Path) -> SourceModel:
+def read(path: Path) -> GGUFModel:
     """Describe a GGUF file; tensors are read and dequantised one by one, when asked for.
 
     F16 and BF16 tensors keep their type. F32 and every quantised type become float32: rounding a
@@ -239,13 +256,10 @@ def read(path: Path) -> SourceModel:
         stored[name] = _lazy_tensor(path, header, entry, encodings[entry.type_id])
 
     config = _config(metadata, stored)
-    tensors = _translate(config, stored)
-    names = tokenizer_files(metadata, vocab_size=config["vocab_size"])
-    return SourceModel(
-        family=FAMILY,
+    return GGUFModel(
         config=config,
-        tensors=tensors,
-        tokenizer_files=names,
+        tensors=_translate(config, stored),
+        tokenizer_files=tokenizer_files(metadata, config["vocab_size"]),
         dropped=list(_left_out(metadata)),
         base_model=_origin(metadata),
     )
@@ -293,6 +307,13 @@ class _FieldReader:
         except UnicodeDecodeError:
             raise self.damaged("a string in the header is not UTF-8") from None
 
+    def name(self) -> str:
+        """A string that error messages may show."""
+        name = self.text()
+        if len(name) > _MOST_NAME_CHARACTERS or not name.isprintable():
+            raise self.damaged("the header holds a name that is none")
+        return name
+
     def value(self) -> Any:
         """A type number and a value of that type; see `Metadata` for the Python types."""
         kind = self.integer(4)
@@ -338,14 +359,14 @@ def _parse_header(reader: _FieldReader, file_size: int) -> _Header:
     tensor_count, key_count = reader.items("tensors"), reader.items("keys")
     metadata = Metadata()
     for _ in range(key_count):
-        key = reader.text()
+        key = reader.name()
         if key in metadata:
             raise reader.damaged(f"the key {key} appears twice")
         metadata[key] = reader.value()
 
     entries = []
     for _ in range(tensor_count):
-        name = reader.text()
+        name = reader.name()
         dimensions = reader.integer(4)
         if not 1 <= dimensions <= 4:
             raise reader.damaged(f"the tensor {name} has {dimensions} dimensions")
@@ -453,9 +474,9 @@ def _translate(config: dict[str, Any], stored: dict[str, LazyTensor]) -> dict[st
                 f"the metadata asks for {list(expected[target])}; the file is damaged",
             )
         if ".q_proj." in target:
-            tensor = _with_halves_joined(tensor, config["num_attention_heads"])
+            tensor = _unpermuted(tensor, config["num_attention_heads"])
         elif ".k_proj." in target:
-            tensor = _with_halves_joined(tensor, config["num_key_value_heads"])
+            tensor = _unpermuted(tensor, config["num_key_value_heads"])
         tensors[target] = tensor
     for name, shape in expected.items():
         if name in tensors:
@@ -475,7 +496,7 @@ def _hugging_face_name(name: str) -> str | None:
     return f"model.layers.{layer}.{_BLOCK_NAMES[part]}.{suffix}" if part in _BLOCK_NAMES else None
 
 
-def _with_halves_joined(tensor: LazyTensor, heads: int) -> LazyTensor:
+def _unpermuted(tensor: LazyTensor, heads: int) -> LazyTensor:
     """Rows of a query or key projection in Hugging Face's order; [heads * head_dim, ...] stays so.
 
     RoPE rotates pairs of rows. llama.cpp's llama graph wants the two of a pair side by side and its
@@ -511,10 +532,9 @@ def _refuse_unsupported(metadata: Metadata) -> None:
         raise UnsupportedModelError(
             f"the model is split into {parts} GGUF files", "join them first with llama-gguf-split --merge"
         )
-    if metadata.get("llama.expert_count", 0) != 0:
-        raise UnsupportedModelError(
-            f"the model is a mixture of {metadata['llama.expert_count']} experts", "this is not implemented"
-        )
+    experts = metadata.typed("llama.expert_count", int, 0)
+    if experts:
+        raise UnsupportedModelError(f"the model is a mixture of {experts} experts", "this is not implemented")
     for key, value in metadata.items():
         setting = key.removeprefix("llama.")
         if setting == key or setting in _KNOWN_KEYS:

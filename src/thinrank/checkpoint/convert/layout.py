@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 
 import torch
 
 from ...errors import CheckpointError
+from ..balance import balancing_scale
 from ..format import factor_bias_name, factor_in_name, factor_out_name, guard_name
 from ..tensors import LazyTensor
 from .source_model import Factors, SourceModel
@@ -86,9 +87,9 @@ def _store_factors(
     holder = factor_in_name(modules[0])
     factor_in, factor_outs = members[0].factor_in, [factors.factor_out for factors in members]
     if dtype in _SIXTEEN_BIT and any(t.dtype != dtype for t in (factor_in, *factor_outs)):
-        balance = _Balance(factor_in, factor_outs)
-        factor_in = _map(factor_in, lambda t: t * balance.scale[:, None])
-        factor_outs = [_map(t, lambda t: t / balance.scale) for t in factor_outs]
+        scale = _balancing_scale(factor_in, factor_outs)
+        factor_in = _map(factor_in, lambda t: t * scale()[:, None])
+        factor_outs = [_map(t, lambda t: t / scale()) for t in factor_outs]
     layout.tensors[holder] = _cast(holder, factor_in, dtype)
     for module, factors, factor_out in zip(modules, members, factor_outs, strict=True):
         layout.ranks[module] = factors.rank
@@ -100,25 +101,9 @@ def _store_factors(
             layout.tied_factors[factor_in_name(module)] = holder
 
 
-@dataclass
-class _Balance:
-    """Per latent dimension a power of two that makes the two sides' root mean squares equal within 2x.
-
-    SVD-LLM's whitened factors differ by the square root of the number of calibration tokens; float16
-    would lose the small side's digits.
-    """
-
-    factor_in: LazyTensor
-    factor_outs: list[LazyTensor]
-
-    @cached_property
-    def scale(self) -> torch.Tensor:
-        """[rank], float32: multiply rows of factor_in, divide columns of factor_out."""
-        rms_in = self.factor_in.read().float().square().mean(1).sqrt()
-        rms_out = torch.stack([t.read().float().square().mean(0) for t in self.factor_outs]).mean(0).sqrt()
-        exponent = torch.log2(rms_out / rms_in) / 2
-        # A zero row or column has no balance; leave it alone.
-        return torch.exp2(torch.where(exponent.isfinite(), exponent, 0.0).round())
+def _balancing_scale(factor_in: LazyTensor, factor_outs: list[LazyTensor]) -> Callable[[], torch.Tensor]:
+    """Computed when first asked for, and then kept: the writer reads the sides one after the other."""
+    return cache(lambda: balancing_scale(factor_in.read(), [factor.read() for factor in factor_outs]))
 
 
 def _map(tensor: LazyTensor, transform: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:

@@ -7,6 +7,7 @@ writing happen once, in `convert/__init__.py`, for all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
 import torch
 
 from ..tensors import LazyTensor

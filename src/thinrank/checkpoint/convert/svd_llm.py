@@ -1,4 +1,6 @@
-"""SVD-LLM v1 and v2 (Wang et al., arXiv 2403.07378, 2503.12340): `q_v_proj` [rank, in], `q_u_proj` [out, rank].
+"""SVD-LLM v1 and v2 (Wang et al., arXiv 2403.07378, 2503.12340).
+
+`q_v_proj` [rank, in] is applied first, `q_u_proj` [out, rank] second.
 
 The file is a pickled module, so `Linear.in_features` may be stale (grouped-query attention); the tensors'
 shapes are right. `v_v_proj` and `v_u_proj` are the two factors of the value projection.

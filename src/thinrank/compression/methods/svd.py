@@ -1,0 +1,8 @@
+"""Plain truncated SVD: the best approximation of the weights, blind to their inputs.
+
+A baseline: on language models it breaks down long before the others.
+"""
+
+from .method import Method
+
+SVD = Method("svd", scaling=None)

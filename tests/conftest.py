@@ -1,0 +1,47 @@
+"""Genuine checkpoints of the public compressors, unpacked once a session, and their conversions."""
+
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from thinrank import convert
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+#: Every folder in the archive; `expected.safetensors` in each holds input_ids and the public code's logits.
+CHECKPOINTS = (
+    "asvd-mha-80",
+    "base-llama-gqa",
+    "base-llama-mha",
+    "basis_sharing-share2-20",
+    "dobisvd-noremap-0.6",
+    "dobisvd-remap-0.6",
+    "lowrankarena-ablinear-svdllm-whitening-0.8",
+    "svdllm_v1-mistral-gqa-whitening_only-0.8",
+    "svdllm_v1-whitening_only-0.8",
+    "svdllm_v2-hetero-0.6",
+)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the unpacked checkpoints. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with tarfile.open(FIXTURES / "checkpoints.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def converted(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the folder that a checkpoint converts to with default options; converts it on first use."""
+    folder = tmp_path_factory.mktemp("converted")
+
+    def get(name: str) -> Path:
+        if not (folder / name).exists():
+            convert(checkpoints / name, folder / name, progress=False)
+        return folder / name
+
+    return get
