@@ -5,8 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from thinrank import convert
+
+# Tensors of tiny models gain nothing from more threads, and lose much where cores are shared.
+torch.set_num_threads(1)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -7,11 +7,11 @@ import string
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import random_tensors, tiny_config, write_folder
 
 from thinrank import LLM, ThinrankError, compress
 from thinrank.compression.truncate import rank_for
 from thinrank.model.registry import parse_config
+from tiny_models import random_tensors, tiny_config, write_folder
 
 #: More distinct tokens than the models have channels, so that Gram matrices are regular.
 TEXT = "".join(random.Random(5).choices(string.ascii_letters + string.digits + string.punctuation, k=4000))

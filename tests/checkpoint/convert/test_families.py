@@ -10,12 +10,12 @@ import types
 
 import pytest
 import torch
-from tiny_models import low_rank, random_tensors, tiny_config, transformers_logits, write_folder
 from safetensors.torch import save_file
 
 from thinrank import LLM, ThinrankError, convert
 from thinrank.config import ModelConfig
 from thinrank.model.registry import parse_config
+from tiny_models import low_rank, random_tensors, tiny_config, transformers_logits, write_folder
 
 TOKENS = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(7))
 
@@ -111,7 +111,7 @@ def test_svd_llm_pickled_module(class_module, wrap, monkeypatch, tmp_path):
 
 def test_svd_llm_state_dict_needs_a_base(tmp_path):
     config = tiny_config("mistral", sliding_window=None)
-    ranks = {module: 6 for module in modules_of(config, *ALL, layers=[1])}
+    ranks = dict.fromkeys(modules_of(config, *ALL, layers=[1]), 6)
     dense, factors = low_rank(random_tensors(config), ranks)
     base = write_folder(tmp_path / "base", config, random_tensors(config))
     state = {}
@@ -256,7 +256,7 @@ ASVD_ORDER, DOBI_ORDER = ("BLinear", "ALinear"), ("ALinear", "BLinear")
 def test_asvd_with_a_factored_lm_head(tied, tmp_path):
     config = tiny_config(tie_word_embeddings=tied, attention_bias=True)
     untied = config | {"tie_word_embeddings": False}
-    ranks = {module: 8 for module in modules_of(config, "q_proj", "down_proj", layers=[0])} | {"lm_head": 20}
+    ranks = dict.fromkeys(modules_of(config, "q_proj", "down_proj", layers=[0]), 8) | {"lm_head": 20}
     dense, factors = low_rank(random_tensors(untied), ranks)
     keys = {
         "truncation_ranks": ranks,
@@ -284,14 +284,14 @@ def test_asvd_square_factors_are_taken_in_its_own_order(tmp_path):
 def test_lowrank_arena_ab_export(order, tmp_path):
     """Biased architecture, mixed dtypes, wrong ranks in the config, rotary buffers left over."""
     config = tiny_config("qwen2")
-    ranks = {module: 7 for module in modules_of(config, *ALL, layers=[1])}
+    ranks = dict.fromkeys(modules_of(config, *ALL, layers=[1]), 7)
     dense, factors = low_rank(random_tensors(config), ranks)
     keys = {
         "model_type": "lowrank_qwen2",
         "architectures": ["LowRankQwen2ForCausalLM"],
         "low_rank_format_version": 1,
         "low_rank_schema": "ABLinear",
-        "low_rank_modules": {module: 999 for module in ranks},
+        "low_rank_modules": dict.fromkeys(ranks, 999),
     }
     folder = write_folder(tmp_path / "source", config | keys, ab_state(dense, factors, order))
     check(folder, config, dense, tmp_path, family="lowrank-arena", ranks=ranks)
@@ -301,7 +301,7 @@ def test_lowrank_arena_ab_export(order, tmp_path):
 
 def test_lowrank_arena_dobi_export(tmp_path):
     config = tiny_config("qwen3")
-    ranks = {module: 7 for module in modules_of(config, "o_proj", "gate_proj")}
+    ranks = dict.fromkeys(modules_of(config, "o_proj", "gate_proj"), 7)
     dense, factors = low_rank(random_tensors(config), ranks)
     keys = {"architectures": ["DobiSVDLlamaForCausalLM"], "dobi_target_modules": ranks}
     folder = write_folder(tmp_path / "source", config | keys, ab_state(dense, factors, DOBI_ORDER))
@@ -310,7 +310,7 @@ def test_lowrank_arena_dobi_export(tmp_path):
 
 def test_lowrank_arena_svd_llm_export(tmp_path):
     config = tiny_config()
-    ranks = {module: 7 for module in modules_of(config, *ALL)}
+    ranks = dict.fromkeys(modules_of(config, *ALL), 7)
     dense, factors = low_rank(random_tensors(config), ranks)
     state = without(dense, factors)
     for module, (factor_in, factor_out) in factors.items():

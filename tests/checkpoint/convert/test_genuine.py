@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from conftest import CHECKPOINTS
 from safetensors.torch import load_file
 
+from conftest import CHECKPOINTS
 from thinrank import LLM, convert
 
 #: What each one must be recognised as; folder names are irrelevant to the converter.

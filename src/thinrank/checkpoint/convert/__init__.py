@@ -146,7 +146,7 @@ def _keep_ratio(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -> float
 
 def _count_dtypes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for tensor in tensors.values():
+    for tensor in filter(lambda tensor: tensor.numel, tensors.values()):  # guards are empty
         name = str(tensor.dtype).removeprefix("torch.")
         counts[name] = counts.get(name, 0) + tensor.numel
     return counts

@@ -1,0 +1,171 @@
+"""The engine: token ids in, token ids out, many requests at a time.
+
+A step is: schedule, build the batch, run the model, sample. Knows nothing about text or files.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from itertools import accumulate, count
+
+import torch
+from torch import Tensor
+
+from ..config import BLOCK_SIZE, EngineConfig, SamplingParams
+from ..errors import OptionError, RequestError
+from ..model.batch import ForwardBatch, PagedContext
+from ..model.decoder import Decoder
+from .kv_cache import BlockPool, allocate_kv_cache, blocks_for, num_kv_blocks
+from .sampler import sample
+from .scheduler import Scheduled, Scheduler
+from .sequence import Sequence, TokenOutput
+
+
+class Engine:
+    """Serves requests with one model. Not thread-safe: one thread adds, steps and aborts.
+
+    Raises OptionError for limits that contradict the model.
+    """
+
+    def __init__(self, decoder: Decoder, config: EngineConfig | None = None):
+        config = config or EngineConfig()
+        trained = decoder.config.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > trained:
+            raise OptionError(
+                f"max_model_len is {config.max_model_len}, the model was trained for {trained} positions",
+                "lower it",
+            )
+        self.decoder = decoder
+        self.max_model_len = config.max_model_len or trained
+        num_blocks = num_kv_blocks(decoder.config, config, self.max_model_len, decoder.dtype.itemsize)
+        self.pool = BlockPool(num_blocks)
+        self.kv_cache = allocate_kv_cache(decoder.config, num_blocks, decoder.dtype, decoder.device)
+        self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_num_batched_tokens)
+        self._request_numbers = count()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        eos_token_ids: Iterable[int] = (),
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request; returns its id. Output comes from `step`, one sequence for each of `params.n`.
+
+        Raises RequestError when the prompt is empty, has an id outside the vocabulary, leaves no room for
+        output, or can never fit the KV cache.
+        """
+        max_tokens = self.check(prompt_token_ids, params)
+        if request_id is None:
+            request_id = str(next(self._request_numbers))
+        seed = (secrets.randbits(64) if params.seed is None else params.seed) % 2**64
+        eos = frozenset(eos_token_ids)
+        for index in range(params.n):
+            self.scheduler.add(
+                Sequence(request_id, index, list(prompt_token_ids), params, eos, max_tokens, seed)
+            )
+        return request_id
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drop a request, or one of its sequences. One that is finished already is no error."""
+        for sequence in self.scheduler.sequences:
+            if sequence.request_id == request_id and index in (None, sequence.index):
+                self.scheduler.remove(sequence)
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenOutput]:
+        """One forward pass. Returns a new token for every sequence whose prompt is processed by now."""
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return []
+        batch = _build_batch(scheduled, self.decoder.device)
+        logits = self.decoder(batch, self.kv_cache, _sampled_rows(scheduled, self.decoder.device))
+        sampling = [item.sequence for item in scheduled if item.samples]
+        for sequence, num_tokens in scheduled:
+            sequence.num_computed += num_tokens
+        return self._advance(sampling, logits) if sampling else []
+
+    def _advance(self, sequences: list[Sequence], logits: Tensor) -> list[TokenOutput]:
+        """Sample and append a token to each sequence; finished ones leave. logits: [sequences, vocab]."""
+        outputs = []
+        for sequence, token_id, logprobs in zip(sequences, *sample(logits, sequences), strict=True):
+            finish_reason, stop_reason = sequence.append(token_id)
+            if finish_reason:
+                self.scheduler.remove(sequence)
+            outputs.append(
+                TokenOutput(
+                    sequence.request_id, sequence.index, token_id, logprobs, finish_reason, stop_reason
+                )
+            )
+        return outputs
+
+    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
+        """Validate a request; returns max_tokens, clipped to what fits `max_model_len`."""
+        length = len(prompt_token_ids)
+        check_token_ids(prompt_token_ids, self.decoder.config.vocab_size)
+        if length >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {length} tokens; with the output it may have {self.max_model_len}",
+                "shorten the prompt or raise max_model_len",
+            )
+        max_tokens = min(params.max_tokens, self.max_model_len - length)
+        needed = blocks_for(length + max_tokens)
+        if needed > self.pool.num_blocks:
+            raise RequestError(
+                f"the request needs a KV cache of {length} (prompt) + {max_tokens} (output) tokens, "
+                f"which holds {self.pool.num_blocks * BLOCK_SIZE}",
+                "raise kv_cache_memory or lower max_tokens",
+            )
+        return max_tokens
+
+
+def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
+    """Raises RequestError for an empty list or an id outside [0, vocab_size)."""
+    if not token_ids:
+        raise RequestError("the prompt is empty", "give at least one token")
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"token id {token_id} is outside the vocabulary of {vocab_size}",
+                "was the prompt encoded with another model's tokenizer?",
+            )
+
+
+def _sampled_rows(scheduled: list[Scheduled], device: torch.device) -> Tensor | None:
+    """int64 [rows]: the last token of each sequence that samples; None when that is every token."""
+    if all(item.samples and item.num_tokens == 1 for item in scheduled):
+        return None
+    ends = accumulate(item.num_tokens for item in scheduled)
+    rows = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _build_batch(scheduled: list[Scheduled], device: torch.device) -> ForwardBatch:
+    """The pending tokens of each sequence, with the cache blocks that they attend to."""
+
+    def tensor(values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    context_lens: list[int] = []
+    for sequence, num_tokens in scheduled:
+        start, end = sequence.num_computed, sequence.num_computed + num_tokens
+        token_ids += sequence.token_ids[start:end]
+        positions += range(start, end)
+        slots += (
+            sequence.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            for position in range(start, end)
+        )
+        context_lens.append(end)
+    width = blocks_for(max(context_lens))
+    tables = [(item.sequence.block_table + [0] * width)[:width] for item in scheduled]
+    paged = PagedContext(tuple(context_lens), tensor(tables), tensor(slots))
+    query_lens = tuple(item.num_tokens for item in scheduled)
+    return ForwardBatch(tensor(token_ids), tensor(positions), query_lens, paged)

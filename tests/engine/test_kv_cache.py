@@ -1,0 +1,64 @@
+"""Invariants of the block pool, and how many blocks an engine gets."""
+
+import random
+
+import pytest
+import torch
+
+from thinrank.config import EngineConfig
+from thinrank.engine.kv_cache import (
+    DEFAULT_KV_CACHE_MEMORY,
+    BlockPool,
+    allocate_kv_cache,
+    blocks_for,
+    num_kv_blocks,
+)
+from thinrank.errors import OptionError
+from thinrank.model.registry import parse_config
+from tiny_hf_models import CONFIGS
+
+CONFIG = parse_config(CONFIGS["llama-gqa"].to_dict())
+BLOCK_BYTES = 64 * 3 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, heads, head_dim, bytes
+
+
+def test_no_block_is_held_twice_and_none_is_lost() -> None:
+    pool, held, rng = BlockPool(17), [], random.Random(0)
+    for _ in range(500):
+        if held and (rng.random() < 0.5 or pool.num_free < 4):
+            pool.free(held.pop(rng.randrange(len(held))))
+        else:
+            held.append(pool.allocate(rng.randint(0, 4)))
+        blocks = [block for table in held for block in table]
+        assert len(blocks) == len(set(blocks)) == 17 - pool.num_free
+        assert set(blocks) <= set(range(17))
+
+
+def test_misuse_is_caught() -> None:
+    pool = BlockPool(3)
+    with pytest.raises(AssertionError, match="4 blocks wanted, 3 free"):
+        pool.allocate(4)
+    blocks = pool.allocate(2)
+    pool.free(blocks)
+    with pytest.raises(AssertionError, match="free already"):
+        pool.free(blocks)
+
+
+def test_blocks_for() -> None:
+    assert [blocks_for(n) for n in (0, 1, 64, 65, 128, 129)] == [0, 1, 1, 2, 2, 3]
+
+
+def test_number_of_blocks() -> None:
+    assert num_kv_blocks(CONFIG, EngineConfig(max_num_seqs=3), 100, 4) == 6
+    large = EngineConfig(max_num_seqs=10**6)
+    assert num_kv_blocks(CONFIG, large, 512, 4) == DEFAULT_KV_CACHE_MEMORY // BLOCK_BYTES
+    limited = EngineConfig(kv_cache_memory=BLOCK_BYTES * 2 + 1)
+    assert num_kv_blocks(CONFIG, limited, 512, 4) == 2
+    with pytest.raises(OptionError, match=f"needs {BLOCK_BYTES} bytes"):
+        num_kv_blocks(CONFIG, EngineConfig(kv_cache_memory=BLOCK_BYTES - 1), 512, 4)
+
+
+def test_cache_shape() -> None:
+    cache = allocate_kv_cache(CONFIG, 5, torch.bfloat16, torch.device("cpu"))
+    assert len(cache) == 3
+    assert cache[0].keys.shape == cache[2].values.shape == (5, 2, 64, 16)
+    assert cache[0].keys.dtype == torch.bfloat16
