@@ -1,0 +1,48 @@
+"""What all commands share when they print: plain lines, one JSON object, text as it is generated."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+
+def show_progress() -> bool:
+    """Whether progress bars, which go to stderr, have somebody to watch them."""
+    return sys.stderr.isatty()
+
+
+def write(text: str) -> None:
+    """Put text on stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    write("".join(f"{printable(line)}\n" for line in lines))
+
+
+def write_json(value: Any) -> None:
+    """Put one JSON object on stdout, in ASCII so that every terminal and pipe takes it."""
+    write(json.dumps(value, indent=2) + "\n")
+
+
+def write_message(kind: str, text: str) -> None:
+    """Put "kind: text" on stderr, as one line."""
+    sys.stderr.write(f"{kind}: {printable(' '.join(text.split()))}\n")
+    sys.stderr.flush()
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped: a stranger's tensor names must not steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def format_bytes(count: float) -> str:
+    """ "1.5 GiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
