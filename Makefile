@@ -9,8 +9,8 @@ demo: setup $(VENV)/.demo-model
 	$(BIN)/thinrank demo
 
 test: setup $(VENV)/.demo-model
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/pytest
 

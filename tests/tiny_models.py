@@ -59,7 +59,7 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
 def low_rank(
     tensors: Tensors, ranks: dict[str, int]
 ) -> tuple[Tensors, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Replace the weights of some modules by a product; returns the dense tensors and (factor_in, factor_out)."""
+    """Give some modules a product as weight; returns the dense tensors and (factor_in, factor_out)."""
     dense, factors = dict(tensors), {}
     for number, (module, rank) in enumerate(ranks.items()):
         out_features, in_features = tensors[f"{module}.weight"].shape

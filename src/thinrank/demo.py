@@ -27,11 +27,22 @@ from .model.cost import parameters
 from .version import __version__
 
 METHOD = "svd-llm"
-KEEP_RATIOS = (0.9, 0.8)
-CALIBRATION_SAMPLES, CALIBRATION_LENGTH = 32, 512
+KEEP_RATIOS = (0.95, 0.9)
+CALIBRATION: dict[str, Any] = {
+    "calibration_samples": 32,
+    "calibration_length": 512,
+    "calibration_format": "chat",
+}
 PERPLEXITY_WINDOWS = 16
-QUESTION = "What is the capital of France, and what is the city known for?"
+QUESTION = "What is the difference between a list and a tuple?"
 ANSWER_TOKENS = 48
+
+#: Measured with this recipe on the default model.
+BELOW = (
+    "The linears of this SmolLM2-135M are 4-bit (Q4_1) in the file, and a model this small has little to spare:"
+    " even a keep_ratio near 1 halves the rank of a square matrix. Below 0.9 its answers fall apart; perplexity"
+    " is 37.9 at 0.8, 62.9 at 0.7 and 351 at 0.5."
+)
 
 
 @dataclass(frozen=True)
@@ -49,9 +60,10 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """model: what was compressed. device, dtype: what it ran on."""
+    """model: what was compressed. device: what it ran on, and the dtype of its weights."""
 
     model: str
+    is_default_model: bool
     device: str
     rows: tuple[DemoRow, ...]
     seconds: float
@@ -73,8 +85,8 @@ class DemoReport:
         ]
         lines += ["", f"Question: {QUESTION}"]
         for row in self.rows:
-            lines += ["", f"{row.name}:", *textwrap.wrap(row.answer, 100)]
-        return lines
+            lines += ["", f"{row.name}:", *textwrap.wrap(row.answer or "(nothing)", 100)]
+        return [*lines, "", *textwrap.wrap(BELOW, 100)] if self.is_default_model else lines
 
 
 def demo(
@@ -99,14 +111,15 @@ def demo(
             folder / "keep-{keep_ratio}",
             method=METHOD,
             keep_ratio=missing,
-            calibration_samples=CALIBRATION_SAMPLES,
-            calibration_length=CALIBRATION_LENGTH,
+            **CALIBRATION,
             progress=progress,
         )
     rows = [_measure("dense", 1.0, dense, folder, progress)]
     for ratio in KEEP_RATIOS:
         rows.append(_measure(f"{METHOD} {ratio:g}", ratio, _low_rank_folder(folder, ratio), folder, progress))
-    return DemoReport(str(source), rows[0][1], tuple(row for row, _ in rows), time.monotonic() - started)
+    return DemoReport(
+        source.name, model is None, rows[0][1], tuple(row for row, _ in rows), time.monotonic() - started
+    )
 
 
 def smollm2_path() -> Path:
@@ -172,10 +185,10 @@ def _decode_speed(llm: LLM, tokens: int = 64) -> float:
 def _fingerprint(source: Path) -> str:
     """Changes when the model, the recipe or the version does."""
     files = sorted(source.glob("*")) if source.is_dir() else [source]
-    facts: list[object] = [__version__, METHOD, KEEP_RATIOS, CALIBRATION_SAMPLES, CALIBRATION_LENGTH]
+    facts: list[object] = [__version__, METHOD, CALIBRATION, PERPLEXITY_WINDOWS]
     facts += [
         (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
         for path in files
         if path.is_file()
     ]
-    return hashlib.sha256(repr((facts, PERPLEXITY_WINDOWS)).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]

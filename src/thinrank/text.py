@@ -70,7 +70,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. A text that already starts with BOS does not get a second one."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # verbose: a long text is not necessarily one prompt, so its length deserves no warning here.
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         bos = self.bos_token_id
         if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
             return ids[1:]

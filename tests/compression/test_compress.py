@@ -28,7 +28,7 @@ def with_tokenizer(folder, vocab_size):
     """A tokenizer of single characters, enough for calibration."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    alphabet = sorted(set(TEXT)) + ["<unk>"]
+    alphabet = [*sorted(set(TEXT)), "<unk>"]
     assert len(alphabet) <= vocab_size
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(alphabet)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -17,6 +17,7 @@ from ..config import ModelConfig
 from ..device import resolve_device
 from ..errors import CheckpointError, unknown_name
 from ..model.decoder import Decoder
+from .detect import detect_family
 from .folder import read_json, weight_files
 from .format import CONFIG_NAME, LowRankSection, expected_tensors, read_config
 from .safetensors_reader import read_safetensors
@@ -68,11 +69,11 @@ def open_checkpoint(path: str | Path) -> OpenCheckpoint:
     folder = Path(path)
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist", "name a folder that thinrank convert wrote")
+    if folder.is_dir() and not any(folder.iterdir()):
+        raise CheckpointError(f"{folder} is empty", "name a folder that thinrank convert wrote")
     files = weight_files(folder, "model", "safetensors") if folder.is_dir() else []
     if not files or not (folder / CONFIG_NAME).is_file():
         raise _foreign(folder)
-    from .convert.detect import detect_family  # not at the top: `convert` imports this module
-
     raw_config = read_json(folder / CONFIG_NAME)
     tensors: dict[str, LazyTensor] = {}
     for file in files:

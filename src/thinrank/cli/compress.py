@@ -27,6 +27,9 @@ def compress(
     ] = None,
     calibration_samples: Annotated[int, typer.Option(help="Sequences to calibrate with.")] = 32,
     calibration_length: Annotated[int, typer.Option(help="Tokens of a calibration sequence.")] = 512,
+    calibration_format: Annotated[
+        str, typer.Option(help="text, or chat to wrap the text in the model's chat template.")
+    ] = "text",
     dtype: SavedDtype = None,
     device: Device = "auto",
     force: Force = False,
@@ -43,6 +46,7 @@ def compress(
         calibration_text=calibration_text,
         calibration_samples=calibration_samples,
         calibration_length=calibration_length,
+        calibration_format=calibration_format,
         dtype=dtype,
         device=device,
         force=force,

@@ -69,6 +69,7 @@ def compress(
     calibration_text: str | Path | None = None,
     calibration_samples: int = 32,
     calibration_length: int = 512,
+    calibration_format: str = "text",
     dtype: str | None = None,
     device: str | torch.device = "auto",
     force: bool = False,
@@ -79,8 +80,9 @@ def compress(
     source: dense folder in safetensors. destination: folder to write; with several keep_ratios it must
     contain "{keep_ratio}". method: a name in `methods.METHODS`. keep_ratio: share of each projection's
     parameters to keep, above 0, to 1; at 1 nothing is factored. calibration_text: UTF-8 file, None for the
-    built-in English text. dtype: of the factors, None for the source's own. Computes in float32, statistics
-    and decompositions in float64, on `device`.
+    built-in English text. calibration_format: "text", or "chat" to wrap it in the model's chat template,
+    which keeps a chat model able to answer. dtype: of the factors, None for the source's own. Computes in
+    float32, statistics and decompositions in float64, on `device`.
 
     Warns when there are fewer calibration tokens than the widest input has channels.
     Raises CheckpointError, OptionError or OutputError; then every destination is as it was.
@@ -105,7 +107,7 @@ def compress(
     if chosen.scaling is not None:
         tokenizer = Tokenizer(checkpoint.path)
         sequences = calibration_sequences(
-            tokenizer, calibration_text, calibration_samples, calibration_length
+            tokenizer, calibration_text, calibration_samples, calibration_length, calibration_format
         )
         _warn_if_few(sequences, checkpoint.config)
 
@@ -219,8 +221,9 @@ def _factor_layers(
                 save_file(tensors, work / f"layer-{index:05d}.safetensors")
     if damped:
         warnings.warn(
-            f"the calibration inputs of {len(damped)} modules do not span all their channels (the first is"
-            f" {damped[0]}), so their Gram matrices were damped; more varied calibration text may help",
+            f"the calibration inputs do not span all channels of {', '.join(damped[:3])}"
+            f"{f' and {len(damped) - 3} others' if damped[3:] else ''};"
+            " their Gram matrices were damped; more varied text may help",
             stacklevel=3,
         )
 

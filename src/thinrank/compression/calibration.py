@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..builtin_text import calibration_text
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError, OptionError, unknown_name
 from ..model.batch import ForwardBatch
 from ..model.layers import DecoderLayer, Projection
 from ..text import Tokenizer
@@ -24,33 +24,59 @@ SHARED_INPUTS = {
     "down_proj": ("down_proj",),
 }
 
+#: How calibration text is presented to the model.
+FORMATS = ("text", "chat")
+
 #: Tokens that pass through a layer together; bounds the activations in memory.
 BATCH_TOKENS = 4096
 
 
-def calibration_sequences(tokenizer: Tokenizer, text: str | Path | None, samples: int, length: int) -> Tensor:
-    """Token ids, int64 [samples, length], one after another from the start of the text, no special tokens.
+def calibration_sequences(
+    tokenizer: Tokenizer, text: str | Path | None, samples: int, length: int, format: str = "text"
+) -> Tensor:
+    """Token ids, int64 [samples, length], one after another from the start of the text.
 
-    text: a file, or None for the built-in English text. A shorter text gives fewer samples, with a warning.
+    text: a file, or None for the built-in English text. format: "text" for nothing but the text; "chat" to
+    wrap every sample as a turn of the user, with the first quarter of its text, and one of the assistant.
+    A text that is too short gives fewer samples, with a warning.
 
-    Raises OptionError when the text cannot be read or has less than one sample.
+    Raises OptionError when the text cannot be read or has less than one sample, RequestError when the format
+    is "chat" and the model has no chat template.
     """
+    if format not in FORMATS:
+        raise unknown_name("calibration format", format, list(FORMATS))
     if samples < 1 or length < 1:
         raise OptionError(f"{samples} calibration samples of {length} tokens", "both must be at least 1")
-    tokens = torch.tensor(tokenizer.encode(_read_text(text), add_special_tokens=False))
-    available = len(tokens) // length
+    opening, middle = _chat_frame(tokenizer) if format == "chat" else ([], [])
+    step = length - len(opening) - len(middle)
+    tokens = tokenizer.encode(_read_text(text), add_special_tokens=False)
+    available = len(tokens) // step if step > 0 else 0
     if not available:
         raise OptionError(
-            f"the calibration text has {len(tokens)} tokens and one sample takes {length}",
-            "name a longer text or lower --calibration-length",
+            f"the calibration text has {len(tokens)} tokens and one sample takes {step} of {length}",
+            "name a longer text or change --calibration-length",
         )
     if available < samples:
         warnings.warn(
             f"the calibration text gives {available} samples of {length} tokens instead of {samples}",
             stacklevel=2,
         )
-    count = min(samples, available)
-    return tokens[: count * length].view(count, length)
+    rows = []
+    for start in range(0, min(samples, available) * step, step):
+        turn = start + step // 4
+        rows.append(opening + tokens[start:turn] + middle + tokens[turn : start + step])
+    return torch.tensor(rows)
+
+
+def _chat_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Tokens before the user's text, and those between it and the answer."""
+    mark = "\x00"
+    rendered = tokenizer.render_chat([{"role": "user", "content": mark}])
+    opening, _, middle = rendered.partition(mark)
+    return (
+        tokenizer.encode(opening, add_special_tokens=False),
+        tokenizer.encode(middle, add_special_tokens=False),
+    )
 
 
 def _read_text(text: str | Path | None) -> str:

@@ -117,7 +117,7 @@ class Engine:
         needed = blocks_for(length + max_tokens)
         if needed > self.pool.num_blocks:
             raise RequestError(
-                f"the request needs a KV cache of {length} (prompt) + {max_tokens} (output) tokens, "
+                f"{length} prompt tokens and {max_tokens} output tokens do not fit into the KV cache, "
                 f"which holds {self.pool.num_blocks * BLOCK_SIZE}",
                 "raise kv_cache_memory or lower max_tokens",
             )

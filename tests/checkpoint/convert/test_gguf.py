@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from thinrank.checkpoint.convert import gguf as adapter
+from thinrank.checkpoint.convert.gguf_file import is_gguf
 from thinrank.checkpoint.convert.gguf_tokenizer import _SPLITTINGS
 from thinrank.errors import CheckpointError, ThinrankError, UnsupportedModelError
 
@@ -201,8 +202,8 @@ def load_tokenizer(model: adapter.GGUFModel) -> Tokenizer:
 
 def test_is_gguf(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"GGU")
-    assert adapter.is_gguf(write_gguf(tmp_path / "m.gguf"))
-    assert not any(adapter.is_gguf(path) for path in (tmp_path, tmp_path / "other", tmp_path / "none"))
+    assert is_gguf(write_gguf(tmp_path / "m.gguf"))
+    assert not any(is_gguf(path) for path in (tmp_path, tmp_path / "other", tmp_path / "none"))
 
 
 def test_f32_tensors_come_back_exactly(tmp_path: Path) -> None:

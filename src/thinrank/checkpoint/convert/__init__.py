@@ -20,6 +20,7 @@ from ...config import ModelConfig
 from ...errors import CheckpointError, unknown_name
 from ...model.registry import parse_config
 from ...version import __version__
+from ..detect import detect_family
 from ..format import LowRankSection, expected_tensors
 from ..load import DTYPES, check_tensors
 from ..save import check_destination, save_checkpoint
@@ -27,7 +28,6 @@ from ..tensors import LazyTensor
 from . import asvd, basis_sharing, dobi_svd, hf_dense, lowrank_arena, svd_llm
 from .complete import complete
 from .dense_config import dense_config
-from .detect import detect_family
 from .foreign import ForeignCheckpoint, locate, open_foreign
 from .layout import lay_out
 from .report import ConversionReport
@@ -73,7 +73,7 @@ def convert(
     model = ADAPTERS[family](foreign, config)
     from_base = complete(model, config, base_foreign)
     tokenizer = dict(foreign.tokenizer_files) or dict(base_foreign.tokenizer_files if base_foreign else {})
-    dropped = [*model.dropped, *drop_unknown_pad_token(tokenizer)]
+    dropped = [*foreign.dropped, *model.dropped, *drop_unknown_pad_token(tokenizer)]
 
     layout = lay_out(model, None if dtype is None else DTYPES[dtype])
     if "lm_head" in layout.ranks or "lm_head.weight" in layout.tensors:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .detect import AB_LINEAR
+from ..detect import AB_LINEAR
 from .foreign import ForeignCheckpoint
 from .names import Part, sort_names
 from .source_model import SourceModel

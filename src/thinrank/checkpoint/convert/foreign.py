@@ -19,7 +19,7 @@ from ..pickle_reader import is_torch_checkpoint, read_pickle
 from ..safetensors_reader import read_safetensors
 from ..tensors import LazyTensor
 from . import gguf
-from .gguf import is_gguf
+from .gguf_file import is_gguf
 from .pickled_module import find_module, unpack_module
 
 #: Dobi-SVD's 8-bit factors; pytorch_model.bin beside it has the dense rest.
@@ -34,7 +34,8 @@ class ForeignCheckpoint:
 
     config: config.json or its equivalent, None where there is none. tensors: the state dict. remapped:
     content of Dobi-SVD's `remapping_weight.pt`. family: set where the file type says it ("gguf",
-    "dobi-svd"), else None. tokenizer_files: file name -> content.
+    "dobi-svd"), else None. tokenizer_files: file name -> content. dropped: one line for each thing that
+    reading the file left out.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class ForeignCheckpoint:
     tokenizer_files: Mapping[str, bytes]
     remapped: Mapping[str, Any] | None = None
     family: str | None = None
+    dropped: tuple[str, ...] = ()
 
 
 def locate(source: str | Path) -> Path:
@@ -161,7 +163,10 @@ def _open_file(path: Path) -> ForeignCheckpoint:
 
 def _open_gguf(path: Path) -> ForeignCheckpoint:
     model = gguf.read(path)
-    return ForeignCheckpoint(path, (path,), model.config, model.tensors, model.tokenizer_files, None, "gguf")
+    config = model.config | ({"_name_or_path": model.base_model} if model.base_model else {})
+    return ForeignCheckpoint(
+        path, (path,), config, model.tensors, model.tokenizer_files, None, "gguf", tuple(model.dropped)
+    )
 
 
 def _beside_config(path: Path, tensors: dict[str, LazyTensor]) -> ForeignCheckpoint:

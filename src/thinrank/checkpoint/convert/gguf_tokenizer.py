@@ -19,7 +19,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from .gguf import Metadata
+    from .gguf_file import Metadata
 
 # Values of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..detect import UV_BELOW_NAME
 from .asvd import split_ab_linear
-from .detect import UV_BELOW_NAME
 from .foreign import ForeignCheckpoint
 from .names import Part, sort_names
 from .source_model import SourceModel

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .detect import UV_IN_NAME
+from ..detect import UV_IN_NAME
 from .foreign import ForeignCheckpoint
 from .names import Part, sort_names
 from .source_model import SourceModel

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..tensors import LazyTensor
+from .tensors import LazyTensor
 
 #: `X.ALinear.weight` / `X.BLinear.weight`: ASVD, Dobi-SVD and LowRankArena, in two orders.
 AB_LINEAR = re.compile(r"(.+)\.(ALinear|BLinear)\.(weight|bias)")
