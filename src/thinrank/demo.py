@@ -24,24 +24,21 @@ from .errors import CheckpointError
 from .eval.perplexity import perplexity
 from .llm import LLM
 from .model.cost import parameters
+from .text import Tokenizer
 from .version import __version__
 
 METHOD = "svd-llm"
 KEEP_RATIOS = (0.95, 0.9)
-CALIBRATION: dict[str, Any] = {
-    "calibration_samples": 32,
-    "calibration_length": 512,
-    "calibration_format": "chat",
-}
+CALIBRATION = {"calibration_samples": 32, "calibration_length": 512}
 PERPLEXITY_WINDOWS = 16
 QUESTION = "What is the difference between a list and a tuple?"
 ANSWER_TOKENS = 48
 
 #: Measured with this recipe on the default model.
 BELOW = (
-    "The linears of this SmolLM2-135M are 4-bit (Q4_1) in the file, and a model this small has little to spare:"
-    " even a keep_ratio near 1 halves the rank of a square matrix. Below 0.9 its answers fall apart; perplexity"
-    " is 37.9 at 0.8, 62.9 at 0.7 and 351 at 0.5."
+    "The linears of this SmolLM2-135M are 4-bit (Q4_1) in the file, and a model this small has little to"
+    " spare: even a keep_ratio near 1 halves the rank of a square matrix. Below 0.9 its answers fall apart;"
+    " perplexity is 37.9 at 0.8, 62.9 at 0.7 and 351 at 0.5."
 )
 
 
@@ -111,6 +108,7 @@ def demo(
             folder / "keep-{keep_ratio}",
             method=METHOD,
             keep_ratio=missing,
+            calibration_format="text" if Tokenizer(dense).chat_template is None else "chat",
             **CALIBRATION,
             progress=progress,
         )

@@ -327,6 +327,7 @@ def test_compress_passes_every_option_on(run: Callable[..., str], monkeypatch: p
         "calibration_text": "t",
         "calibration_samples": 1,
         "calibration_length": 512,
+        "calibration_format": "text",
         "dtype": "float16",
         "device": "cpu",
         "force": True,

@@ -162,7 +162,7 @@ PATHS = {
     "export: missing": ("export {tmp}/no {out}", "does not exist"),
     "export: foreign": ("export {asvd} {out}", "thinrank convert"),
     "inspect: missing": ("inspect {tmp}/no", "does not exist"),
-    "inspect: empty folder": ("inspect {tmp}", "is not a thinrank checkpoint"),
+    "inspect: empty folder": ("inspect {tmp}", "is empty", "name a folder"),
     "inspect: foreign": ("inspect {asvd}", "thinrank convert"),
     "generate: missing": ("generate {tmp}/no --prompt x", "does not exist"),
     "generate: hub id": ("generate org/name --prompt x", "does not exist"),
