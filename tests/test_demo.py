@@ -11,8 +11,8 @@ from tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
 
 @pytest.fixture
 def small_demo(monkeypatch):
-    monkeypatch.setitem(demo.CALIBRATION, "calibration_samples", 4)
-    monkeypatch.setitem(demo.CALIBRATION, "calibration_length", 128)
+    monkeypatch.setattr(demo, "CALIBRATION_SAMPLES", 4)
+    monkeypatch.setattr(demo, "CALIBRATION_LENGTH", 128)
     monkeypatch.setattr(demo, "PERPLEXITY_WINDOWS", 1)
     monkeypatch.setattr(demo, "ANSWER_TOKENS", 4)
 

@@ -29,7 +29,7 @@ from .version import __version__
 
 METHOD = "svd-llm"
 KEEP_RATIOS = (0.95, 0.9)
-CALIBRATION = {"calibration_samples": 32, "calibration_length": 512}
+CALIBRATION_SAMPLES, CALIBRATION_LENGTH = 32, 512
 PERPLEXITY_WINDOWS = 16
 QUESTION = "What is the difference between a list and a tuple?"
 ANSWER_TOKENS = 48
@@ -109,7 +109,8 @@ def demo(
             method=METHOD,
             keep_ratio=missing,
             calibration_format="text" if Tokenizer(dense).chat_template is None else "chat",
-            **CALIBRATION,
+            calibration_samples=CALIBRATION_SAMPLES,
+            calibration_length=CALIBRATION_LENGTH,
             progress=progress,
         )
     rows = [_measure("dense", 1.0, dense, folder, progress)]
@@ -183,7 +184,7 @@ def _decode_speed(llm: LLM, tokens: int = 64) -> float:
 def _fingerprint(source: Path) -> str:
     """Changes when the model, the recipe or the version does."""
     files = sorted(source.glob("*")) if source.is_dir() else [source]
-    facts: list[object] = [__version__, METHOD, CALIBRATION, PERPLEXITY_WINDOWS]
+    facts: list[object] = [__version__, METHOD, CALIBRATION_SAMPLES, CALIBRATION_LENGTH, PERPLEXITY_WINDOWS]
     facts += [
         (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
         for path in files
