@@ -69,21 +69,42 @@ class DemoReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The comparison as short lines of text: the table, then each model's answer."""
+        """The comparison as lines of text: one table with a column a model."""
         lines = [
-            f"model   {self.model}",
-            f"run on  {self.device}, greedy, batch 1; perplexity on text that calibration has not seen",
+            f"model     {self.model}",
+            f"run on    {self.device}, greedy, batch 1; perplexity on text that calibration has not seen",
+            f"question  {QUESTION}",
             "",
-            f"{'':<14}{'parameters':>13}{'perplexity':>12}{'tokens/s':>10}",
         ]
-        lines += [
-            f"{row.name:<14}{row.parameters:>13,}{row.perplexity:>12.2f}{row.tokens_per_second:>10.1f}"
-            for row in self.rows
-        ]
-        lines += ["", f"Question: {QUESTION}"]
-        for row in self.rows:
-            lines += ["", f"{row.name}:", *textwrap.wrap(row.answer or "(nothing)", 100)]
+        dense = self.rows[0]
+        lines += _table(
+            [
+                ["", "parameters", "", "perplexity", "tokens/s", "answer"],
+                *(
+                    [
+                        row.name,
+                        f"{row.parameters:,}",
+                        f"{row.parameters / dense.parameters:.1%} of dense",
+                        f"{row.perplexity:.2f}",
+                        f"{row.tokens_per_second:.1f}",
+                        row.answer or "(nothing)",
+                    ]
+                    for row in self.rows
+                ),
+            ]
+        )
         return [*lines, "", *textwrap.wrap(BELOW, 100)] if self.is_default_model else lines
+
+
+def _table(columns: list[list[str]], width: int = 30) -> list[str]:
+    """Columns of cells as lines of text; the first column has the labels, the others are wrapped."""
+    lines = []
+    for cells in zip(*columns, strict=True):
+        wrapped = [textwrap.wrap(cell, width) for cell in cells]
+        for number in range(max(map(len, wrapped))):
+            parts = [cell[number] if number < len(cell) else "" for cell in wrapped]
+            lines.append(f"{parts[0]:<12}{'  '.join(f'{part:<{width}}' for part in parts[1:])}".rstrip())
+    return lines
 
 
 def demo(
