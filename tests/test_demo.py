@@ -17,6 +17,7 @@ def small_demo(monkeypatch):
     monkeypatch.setattr(demo, "ANSWER_TOKENS", 4)
 
 
+@pytest.mark.filterwarnings("ignore:the calibration inputs")
 def test_compares_dense_and_low_rank(small_demo, tmp_path, monkeypatch):
     config = tiny_config(vocab_size=300, max_position_embeddings=600)
     model = save_byte_level(write_folder(tmp_path / "model", config, random_tensors(config)), CHAT_TEMPLATE)

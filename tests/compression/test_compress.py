@@ -142,12 +142,14 @@ def test_tied_embeddings_stay_tied(tmp_path):
 
 def test_too_few_calibration_tokens_are_warned_about(tmp_path, text_file):
     _, folder = dense_model(tmp_path)
-    with pytest.warns(UserWarning, match="fewer than the 80") as caught:
+    with (
+        pytest.warns(UserWarning, match="fewer than the 80"),
+        pytest.warns(UserWarning, match="Gram matrices were damped"),
+    ):
         compress(
             folder, tmp_path / "out", keep_ratio=0.5, calibration_text=text_file,
             calibration_samples=1, calibration_length=16, device="cpu", progress=False,
         )  # fmt: skip
-    assert any("damped" in str(warning.message) for warning in caught)
     assert LLM(tmp_path / "out", device="cpu").logits([1, 2, 3]).isfinite().all()
 
 

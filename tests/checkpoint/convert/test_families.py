@@ -16,6 +16,7 @@ from thinrank import LLM, ThinrankError, convert
 from thinrank.config import ModelConfig
 from thinrank.model.registry import parse_config
 from tiny_models import low_rank, random_tensors, tiny_config, transformers_logits, write_folder
+from tiny_tokenizers import save_byte_level
 
 TOKENS = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(7))
 
@@ -113,7 +114,7 @@ def test_svd_llm_state_dict_needs_a_base(tmp_path):
     config = tiny_config("mistral", sliding_window=None)
     ranks = dict.fromkeys(modules_of(config, *ALL, layers=[1]), 6)
     dense, factors = low_rank(random_tensors(config), ranks)
-    base = write_folder(tmp_path / "base", config, random_tensors(config))
+    base = save_byte_level(write_folder(tmp_path / "base", config, random_tensors(config)))
     state = {}
     for module, (factor_in, factor_out) in factors.items():
         letter = module.removesuffix("_proj")
@@ -125,6 +126,7 @@ def test_svd_llm_state_dict_needs_a_base(tmp_path):
         tmp_path / "only_factors.pt", config, dense, tmp_path, family="svd-llm", ranks=ranks, base=base
     )
     assert "model.embed_tokens.weight" in report.from_base
+    assert report.tokenizer and (tmp_path / "converted" / "tokenizer.json").is_file()
 
 
 def test_base_of_another_shape_is_an_error(tmp_path):
