@@ -1,0 +1,35 @@
+"""The documentation keeps up with the code."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "thinrank"
+
+
+def test_every_module_has_a_line_in_the_architecture():
+    table = re.findall(r"`([\w/]+)`", (ROOT / "docs" / "architecture.md").read_text())
+    named = {name.removeprefix("checkpoint/") for name in table}
+    modules = {
+        str(path.relative_to(SOURCE).with_suffix(""))
+        for path in SOURCE.rglob("*.py")
+        if path.name not in ("__main__.py", "version.py") and path.stat().st_size
+    }
+    packages = {"checkpoint/convert/__init__": "convert/__init__", "compression/methods/__init__": None}
+    missing = set()
+    for module in modules:
+        name = packages.get(module, module.removeprefix("checkpoint/"))
+        if name is not None and name not in named and not module.startswith("cli/__init__"):
+            missing.add(module)
+    assert not missing
+
+
+def test_the_readme_names_every_command():
+    readme = (ROOT / "README.md").read_text()
+    commands = {path.stem for path in (SOURCE / "cli").glob("*.py")} - {
+        "__init__",
+        "main",
+        "options",
+        "output",
+    }
+    assert not [command for command in commands if f"thinrank {command}" not in readme]
