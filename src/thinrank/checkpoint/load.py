@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from .folder import read_json, weight_files
 from .format import CONFIG_NAME, LowRankSection, expected_tensors, read_config
 from .safetensors_reader import read_safetensors
 from .tensors import LazyTensor
+
+if TYPE_CHECKING:
+    from ..model.packed_decoder import PackedDecoder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -55,7 +58,7 @@ class LoadedCheckpoint:
 
     path: Path
     config: ModelConfig
-    decoder: Decoder
+    decoder: Decoder | PackedDecoder
     generation_config: Mapping[str, Any]
 
 
@@ -101,8 +104,37 @@ def load_model(
         raise unknown_name("dtype", dtype, ["auto", *DTYPES])
     target = resolve_device(device)
     checkpoint = open_checkpoint(path)
-    decoder = Decoder.build(checkpoint.config, lambda name: checkpoint.read(name, target, dtype))
+    decoder = build_decoder(checkpoint, target, dtype)
     return LoadedCheckpoint(checkpoint.path, checkpoint.config, decoder, checkpoint.generation_config())
+
+
+def build_decoder(checkpoint: OpenCheckpoint, device: torch.device, dtype: str) -> Decoder | PackedDecoder:
+    """The packed decoder on a GPU, the reference decoder elsewhere."""
+    config = checkpoint.config
+    if device.type != "cuda":
+        return Decoder.build(config, lambda name: checkpoint.read(name, device, dtype))
+    from ..model.packed_decoder import PackedDecoder
+
+    return PackedDecoder.build(
+        config,
+        lambda name: checkpoint.tensors[name].read().to(device),
+        arena_dtype(checkpoint, dtype),
+        device,
+        config.max_position_embeddings,
+    )
+
+
+def arena_dtype(checkpoint: OpenCheckpoint, dtype: str) -> torch.dtype:
+    """The one dtype of all weights on a GPU. "auto": float16 if every projection is stored so, else bfloat16,
+    whose range takes whatever was stored."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    matrices = {
+        tensor.dtype
+        for name, tensor in checkpoint.tensors.items()
+        if len(tensor.shape) == 2 and name != "model.embed_tokens.weight"
+    }
+    return torch.float16 if matrices == {torch.float16} else torch.bfloat16
 
 
 def compute_dtype(stored: torch.dtype, device: torch.device, dtype: str) -> torch.dtype:

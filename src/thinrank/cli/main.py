@@ -16,6 +16,7 @@ import typer
 from ..errors import ThinrankError
 from ..version import __version__
 from . import output
+from .bench import bench
 from .chat import chat
 from .compress import compress
 from .convert import convert
@@ -27,15 +28,20 @@ from .inspect import inspect
 COMMANDS = {
     command.__name__: command for command in (convert, export, inspect, generate, chat, compress, demo)
 }
+#: Commands that have commands of their own.
+GROUPS = {"bench": bench}
 
 app = typer.Typer(add_completion=False)
 for name, command in COMMANDS.items():
     app.command(name)(command)
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
 
 #: What to lower when memory runs out, by command.
 _MEMORY_HINTS = {
     "generate": "lower --kv-cache-memory, --max-model-len or --n",
     "chat": "lower --kv-cache-memory or --max-model-len",
+    "bench": "lower --batch-size, --input-len or --output-len, or take fewer --baseline",
     "compress": "lower --calibration-length or --calibration-samples, or use --device cpu",
 }
 
@@ -98,7 +104,7 @@ def _run(arguments: list[str]) -> int:
 
 def _usage_message(error: typer.TyperException, arguments: list[str]) -> str:
     message = error.format_message().rstrip(".")
-    named = arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else []
+    named = arguments[:1] if arguments[:1] and arguments[0] in {*COMMANDS, *GROUPS} else []
     return f"{message[:1].lower()}{message[1:]} (see {' '.join(['thinrank', *named, '--help'])})"
 
 

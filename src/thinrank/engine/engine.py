@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from itertools import accumulate, count
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +18,13 @@ from ..errors import OptionError, RequestError
 from ..model.batch import ForwardBatch, PagedContext
 from ..model.decoder import Decoder
 from .kv_cache import BlockPool, allocate_kv_cache, blocks_for, num_kv_blocks
-from .sampler import sample
+from .sampler import sample, takes_most_likely
 from .scheduler import Scheduled, Scheduler
-from .sequence import Sequence, TokenOutput
+from .sequence import Sequence, TokenLogprob, TokenOutput
+
+if TYPE_CHECKING:
+    from ..model.packed_decoder import PackedDecoder
+    from .graph import DecodeGraphs
 
 
 class Engine:
@@ -28,7 +33,7 @@ class Engine:
     Raises OptionError for limits that contradict the model.
     """
 
-    def __init__(self, decoder: Decoder, config: EngineConfig | None = None):
+    def __init__(self, decoder: Decoder | PackedDecoder, config: EngineConfig | None = None):
         config = config or EngineConfig()
         trained = decoder.config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > trained:
@@ -40,7 +45,9 @@ class Engine:
         self.max_model_len = config.max_model_len or trained
         num_blocks = num_kv_blocks(decoder.config, config, self.max_model_len, decoder.dtype.itemsize)
         self.pool = BlockPool(num_blocks)
-        self.kv_cache = allocate_kv_cache(decoder.config, num_blocks, decoder.dtype, decoder.device)
+        # One block more than the pool hands out: rows that pad a decode batch write there.
+        self.kv_cache = allocate_kv_cache(decoder.config, num_blocks + 1, decoder.dtype, decoder.device)
+        self.graphs = self._capture(config.max_num_seqs, num_blocks)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_num_batched_tokens)
         self._request_numbers = count()
 
@@ -83,6 +90,8 @@ class Engine:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return []
+        if self.graphs is not None and all(item.decodes for item in scheduled):
+            return self._decode([item.sequence for item in scheduled], self.graphs)
         batch = _build_batch(scheduled, self.decoder.device)
         logits = self.decoder(batch, self.kv_cache, _sampled_rows(scheduled, self.decoder.device))
         sampling = [item.sequence for item in scheduled if item.samples]
@@ -90,10 +99,51 @@ class Engine:
             sequence.num_computed += num_tokens
         return self._advance(sampling, logits) if sampling else []
 
-    def _advance(self, sequences: list[Sequence], logits: Tensor) -> list[TokenOutput]:
-        """Sample and append a token to each sequence; finished ones leave. logits: [sequences, vocab]."""
+    def _capture(self, max_num_seqs: int, idle_block: int) -> DecodeGraphs | None:
+        """Graphs of the decode step, for a decoder that has one (on a GPU)."""
+        if self.decoder.device.type != "cuda":
+            return None
+        from ..model.packed_decoder import PackedDecoder
+        from .graph import DecodeGraphs
+
+        if not isinstance(self.decoder, PackedDecoder):
+            return None
+        max_blocks = blocks_for(self.max_model_len)
+        return DecodeGraphs(self.decoder, self.kv_cache, max_num_seqs, max_blocks, idle_block)
+
+    def _decode(self, sequences: list[Sequence], graphs: DecodeGraphs) -> list[TokenOutput]:
+        """One token for every sequence, in groups as large as the largest graph."""
         outputs = []
-        for sequence, token_id, logprobs in zip(sequences, *sample(logits, sequences), strict=True):
+        for start in range(0, len(sequences), graphs.max_rows):
+            group = sequences[start : start + graphs.max_rows]
+            graph = graphs.for_rows(len(group))
+            greedy = all(takes_most_likely(sequence) for sequence in group)
+            alone = len(sequences) == len(group)
+            roomy = all(len(sequence.token_ids) + 1 < sequence.max_len for sequence in group)
+            token_ids = graph.step(group, ahead=greedy and alone and roomy)
+            for sequence in group:
+                sequence.num_computed += 1
+            if greedy:
+                outputs += self._append(group, token_ids, [None] * len(group))
+            else:
+                chosen, logprobs = sample(graph.state.logits[: len(group)], group)
+                graph.replace_tokens(chosen)
+                outputs += self._append(group, chosen, logprobs)
+        return outputs
+
+    def _advance(self, sequences: list[Sequence], logits: Tensor) -> list[TokenOutput]:
+        """Sample a token for each sequence. logits: float32 [sequences, vocab_size]."""
+        return self._append(sequences, *sample(logits, sequences))
+
+    def _append(
+        self,
+        sequences: list[Sequence],
+        token_ids: list[int],
+        logprobs_of: Iterable[tuple[TokenLogprob, ...] | None],
+    ) -> list[TokenOutput]:
+        """Give every sequence its token; finished ones leave."""
+        outputs = []
+        for sequence, token_id, logprobs in zip(sequences, token_ids, logprobs_of, strict=True):
             finish_reason, stop_reason = sequence.append(token_id)
             if finish_reason:
                 self.scheduler.remove(sequence)

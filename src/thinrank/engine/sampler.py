@@ -44,6 +44,17 @@ def sample(
     ]
 
 
+def takes_most_likely(sequence: Sequence) -> bool:
+    """Whether the next token is the argmax of the logits as they are, and nothing else is asked for."""
+    params = sequence.params
+    return (
+        params.temperature == 0
+        and params.logprobs is None
+        and not _has_penalty(sequence)
+        and sequence.num_output_tokens >= params.min_tokens
+    )
+
+
 def _shape(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Logits after penalties and `min_tokens`; the same object when no row asks for either."""
     penalised = [row for row, sequence in enumerate(sequences) if _has_penalty(sequence)]

@@ -25,6 +25,11 @@ class Scheduled(NamedTuple):
         """Whether the pass reaches the last token, so that the next one can be chosen."""
         return self.num_tokens == self.sequence.num_pending
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the pass takes the one token that was sampled last."""
+        return self.num_tokens == 1 and self.sequence.num_computed >= self.sequence.num_prompt_tokens
+
 
 class Scheduler:
     def __init__(self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int):

@@ -1,0 +1,472 @@
+"""Attention of one new token per sequence over the KV blocks, split over the context, in one launch.
+
+Each program reads a run of whole blocks for one kv head and leaves (max, sum, weighted values) in the
+workspace; the last program to arrive for a (row, kv head) merges them. Everything that changes from step to
+step is read from device memory, so a captured graph serves every context length.
+Imports triton: only the GPU path may import this file. Knows nothing about layers or scheduling.
+
+Speed: a (block, kv head) tile is 2 * 64 * head_dim elements (32 KiB in 16 bit at head_dim 128) and is read
+once for all query heads of its group. At 4.3 TB/s an SM of an H200 receives 18.6 bytes a cycle, so such a
+tile may take about 1760 cycles of one SM.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..config import BLOCK_SIZE
+
+HEAD_DIMS = (64, 96, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+#: SMs of an H100/H200. A constant, so that the order of summation is the same on every card.
+_NUM_SMS = 132
+
+#: Stands for "no limit" in the kernels: context_len - NO_WINDOW is never positive.
+NO_WINDOW = 2**31 - 1
+
+_LOG2_E = 1.4426950408889634
+
+
+class DecodeWorkspace(NamedTuple):
+    """Scratch of one stream; layers may share it.
+
+    partials: float32 [batch, kv_heads, splits, group, head_dim], sums of values weighted by 2^(score - max).
+    stats: float32 [batch, kv_heads, splits, group, 2], a split's max (in units of log2) and sum of weights.
+    counters: int32 [batch, kv_heads], splits that have arrived; zero between launches.
+    """
+
+    partials: Tensor
+    stats: Tensor
+    counters: Tensor
+
+
+class DecodeConfig(NamedTuple):
+    """How the kernel is launched. It decides the order of summation, so it depends on the shape only.
+
+    num_splits: programs that share one context. tile: tokens a program loads at a time, a divisor of 64.
+    num_stages: tiles in flight through shared memory (1: straight into registers).
+    """
+
+    num_splits: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def num_splits(heads: int, kv_heads: int) -> int:
+    """Into how many parts the context is split: enough to fill 132 SMs at batch 1, whatever the batch.
+
+    Single heads: 4 programs an SM, all of them resident at once (registers allow 5), 32 KiB in flight each.
+    Grouped heads hold larger tiles: 2 an SM, 64 KiB in flight each. Either is more than the 40 KiB an SM that
+    4.3 TB/s at a latency of 1.2 us needs. More than 32 splits are not worth their merge
+    (32 * group * head_dim * 4 bytes, 64 KiB at Llama-3-8B, by a single SM), unless one or two kv heads would
+    leave the card idle.
+    """
+    per_sm = 4 if heads == kv_heads else 2
+    return max(1, min(per_sm * _NUM_SMS // kv_heads, 32 if kv_heads > 2 else 64))
+
+
+def decode_config(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+    """The launch of a layer's shape; `dtype` is the caches'."""
+    splits = num_splits(heads, kv_heads)
+    wide = head_dim > 128
+    if heads == kv_heads:
+        # acc is [tile, head_dim] in registers. 32 x 128 in 16 bit: 87 registers a thread, 5 programs an SM;
+        # a tile of 64 takes about 170, a fourth stage 140.
+        tile = 16 if wide or dtype == torch.float32 else 32
+        return DecodeConfig(splits, tile, 4, 3)
+    if dtype == torch.float32:
+        return DecodeConfig(splits, 32, 4, 1)  # no tensor cores in float32
+    return DecodeConfig(splits, 32 if wide else BLOCK_SIZE, 4, 3)
+
+
+def decode_attention_workspace(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+    splits: int | None = None,
+) -> DecodeWorkspace:
+    """Scratch for `decode_attention` of up to `batch` rows; its size does not depend on context lengths.
+
+    splits: of the config, where one is passed to `decode_attention`; None: `num_splits`.
+    Bytes: 4 * batch * heads * splits * (head_dim + 2) and a little; 0.25 MiB a row of a LLaMA-7B.
+    Raises ValueError for a shape that the kernel does not take.
+    """
+    _check_shape(heads, kv_heads, head_dim)
+    shape = (batch, kv_heads, splits or num_splits(heads, kv_heads), heads // kv_heads)
+    return DecodeWorkspace(
+        torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
+        torch.empty(*shape, 2, dtype=torch.float32, device=device),
+        torch.zeros(batch, kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def decode_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    out: Tensor,
+    workspace: DecodeWorkspace,
+    pdl: bool = False,
+    config: DecodeConfig | None = None,
+) -> Tensor:
+    """out[b, h] = softmax(scale * q[b, h] . keys) . values over the tokens of sequence b; one query each.
+
+    q: [batch, heads, head_dim], bfloat16, float16 or float32; rows and heads may have any stride. It is
+    rounded to the caches' dtype. caches: [blocks, kv_heads, 64, head_dim] with equal strides, a block's head
+    contiguous; heads a multiple of kv_heads. block_tables: int32 [batch, blocks], any row stride; only the
+    entries of blocks in use are read. context_lens: int32 [batch], the new token included; a row of length 0
+    reads nothing and gives zeros. window: the query sees this many tokens, itself included; None: all.
+    out: [batch, heads * head_dim], q's dtype. workspace: from `decode_attention_workspace` for at least this
+    batch, not in use by another stream. pdl: launch with programmatic dependent launch (compute capability
+    9.0 and later). config: for tuning; its num_splits must be the workspace's.
+
+    Returns out. A row's result depends on nothing but the row: it is the same bit for bit in any batch.
+    Rows of blocks beyond the context may hold anything, NaN included.
+    Raises ValueError for a shape, dtype or stride that the kernel does not take. Lengths live on the device
+    and are not checked: a context_len must fit its block table.
+    """
+    batch, heads, head_dim = check_paged_inputs(q, key_cache, value_cache, block_tables, context_lens, out)
+    check_scale_and_window(scale, window)
+    kv_heads = key_cache.shape[1]
+    if len(block_tables) != batch or len(context_lens) != batch:
+        raise ValueError(
+            f"q has {batch} rows, block_tables {len(block_tables)} and context_lens {len(context_lens)}"
+        )
+    config = config or decode_config(heads, kv_heads, head_dim, key_cache.dtype)
+    group = heads // kv_heads
+    expected = (kv_heads, config.num_splits, group, head_dim)
+    if workspace.partials.shape[1:] != expected or len(workspace.counters) < batch:
+        raise ValueError(
+            f"the workspace is for {tuple(workspace.partials.shape)}, "
+            f"this call needs at least {(batch, *expected)}"
+        )
+    # Heads first: with a short context the splits without work are then the last to start, not in between.
+    _decode_kernel[(kv_heads, config.num_splits, batch)](
+        q,
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lens,
+        out,
+        workspace.partials,
+        workspace.stats,
+        workspace.counters,
+        scale * _LOG2_E,
+        NO_WINDOW if window is None else window,
+        q.stride(0),
+        q.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        block_tables.stride(0),
+        out.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        # tl.dot wants 16 rows at least; a single head needs no tensor core.
+        GROUP_PAD=1 if group == 1 else max(16, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=BLOCK_SIZE,
+        TILE=config.tile,
+        NUM_SPLITS=config.num_splits,
+        NUM_SPLITS_PAD=triton.next_power_of_2(config.num_splits),
+        NUM_STAGES=config.num_stages,
+        PDL=pdl,
+        num_warps=config.num_warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out
+
+
+def check_paged_inputs(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor, out: Tensor
+) -> tuple[int, int, int]:
+    """What both attention kernels ask of their arguments; returns q's shape. Raises ValueError."""
+    if q.dim() != 3 or key_cache.dim() != 4:
+        raise ValueError(
+            f"q has {q.dim()} dimensions and the cache {key_cache.dim()}; "
+            "they are [tokens, heads, head_dim] and [blocks, kv_heads, 64, head_dim]"
+        )
+    tokens, heads, head_dim = q.shape
+    _, kv_heads, block_size, cache_head_dim = key_cache.shape
+    _check_shape(heads, kv_heads, head_dim)
+    if block_size != BLOCK_SIZE or cache_head_dim != head_dim:
+        raise ValueError(
+            f"blocks are {block_size} x {cache_head_dim}; {BLOCK_SIZE} tokens of head_dim {head_dim} expected"
+        )
+    if q.dtype not in DTYPES or key_cache.dtype not in DTYPES:
+        raise ValueError(
+            f"dtypes {q.dtype} and {key_cache.dtype}; bfloat16, float16 and float32 are supported"
+        )
+    if (key_cache.shape, key_cache.stride(), key_cache.dtype) != (
+        value_cache.shape,
+        value_cache.stride(),
+        value_cache.dtype,
+    ):
+        raise ValueError("key_cache and value_cache must have the same shape, strides and dtype")
+    if key_cache.stride()[2:] != (head_dim, 1):
+        raise ValueError("the tokens of a block's head must be contiguous")
+    if q.stride(2) != 1:
+        raise ValueError(f"the last stride of q is {q.stride(2)}; it must be 1")
+    if out.shape != (tokens, heads * head_dim) or out.dtype != q.dtype or out.stride(1) != 1:
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; "
+            f"{q.dtype} {(tokens, heads * head_dim)} with last stride 1 expected"
+        )
+    for name, tensor, dim in (("block_tables", block_tables, 2), ("context_lens", context_lens, 1)):
+        if tensor.dtype != torch.int32 or tensor.dim() != dim or tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name} must be int32 with {dim} dimensions and last stride 1, not {tensor.dtype}"
+            )
+    devices = {tensor.device for tensor in (q, key_cache, value_cache, block_tables, context_lens, out)}
+    if len(devices) > 1:
+        raise ValueError(f"tensors are on several devices: {', '.join(sorted(map(str, devices)))}")
+    return tokens, heads, head_dim
+
+
+def check_scale_and_window(scale: float, window: int | None) -> None:
+    """Raises ValueError. The kernels multiply a maximum by `scale`, so it is positive."""
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be above 0")
+    if window is not None and not 1 <= window <= NO_WINDOW:
+        raise ValueError(f"window is {window}; it must be at least 1, or None")
+
+
+def _check_shape(heads: int, kv_heads: int, head_dim: int) -> None:
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"head_dim is {head_dim}; the attention kernels take {', '.join(map(str, HEAD_DIMS))}"
+        )
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} kv heads")
+
+
+# Device code.
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    context_ptr,
+    out_ptr,
+    partials_ptr,
+    stats_ptr,
+    counters_ptr,
+    scale_log2,
+    window,
+    q_stride_row,
+    q_stride_head,
+    cache_stride_block,
+    cache_stride_head,
+    table_stride,
+    out_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    NUM_SPLITS_PAD: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    if PDL:  # the interpreter has no gdc_*
+        gdc_wait()
+        gdc_launch_dependents()
+
+    context_len = tl.load(context_ptr + row)
+    first = tl.maximum(context_len - window, 0)  # the first token that the query sees
+    first_block = first // BLOCK_SIZE
+    end_block = tl.cdiv(context_len, BLOCK_SIZE)
+    per_split = tl.maximum(tl.cdiv(end_block - first_block, NUM_SPLITS), 1)
+    used = tl.maximum(tl.cdiv(end_block - first_block, per_split), 1)
+    if split < used:
+        begin = first_block + split * per_split
+        end = tl.minimum(begin + per_split, end_block)
+        table = table_ptr + row * table_stride
+        q_head = q_ptr + row * q_stride_row + (kv_head * GROUP).to(tl.int64) * q_stride_head
+        head_offset = kv_head.to(tl.int64) * cache_stride_head
+        if GROUP == 1:
+            m, total, acc = _attend_one(
+                q_head, key_ptr + head_offset, value_ptr + head_offset, table, scale_log2, first, context_len,
+                begin, end, cache_stride_block, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, TILE, NUM_STAGES,
+            )  # fmt: skip
+        else:
+            m, total, acc = _attend_group(
+                q_head, q_stride_head, key_ptr + head_offset, value_ptr + head_offset, table, scale_log2,
+                first, context_len, begin, end, cache_stride_block, GROUP, GROUP_PAD, HEAD_DIM, HEAD_DIM_PAD,
+                BLOCK_SIZE, TILE, NUM_STAGES,
+            )  # fmt: skip
+
+        head = tl.arange(0, GROUP_PAD)
+        dim = tl.arange(0, HEAD_DIM_PAD)
+        valid = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+        out_row = out_ptr + row * out_stride + kv_head * GROUP * HEAD_DIM
+        if used == 1:
+            # A row without tokens has total 0 and gives zeros. NaN > 0 is false: a NaN stays one through acc.
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            offsets = head[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(out_row + offsets, acc.to(out_ptr.dtype.element_ty), mask=valid)
+        else:
+            pair = row * KV_HEADS + kv_head
+            slot = (pair * NUM_SPLITS + split) * GROUP + head
+            tl.store(stats_ptr + slot * 2, m, mask=head < GROUP)
+            tl.store(stats_ptr + slot * 2 + 1, total, mask=head < GROUP)
+            tl.store(partials_ptr + slot[:, None] * HEAD_DIM + dim[None, :], acc, mask=valid)
+            # The atomic is one thread's: without the barrier it would not release the others' stores.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu")
+            if arrived == used - 1:
+                tl.store(counters_ptr + pair, 0)  # for the next launch of the graph
+                _merge(
+                    partials_ptr, stats_ptr, out_row, pair * NUM_SPLITS * GROUP, used,
+                    GROUP, GROUP_PAD, HEAD_DIM, HEAD_DIM_PAD, NUM_SPLITS_PAD,
+                )  # fmt: skip
+
+
+@triton.jit
+def _attend_one(
+    q_ptr, key_ptr, value_ptr, table, scale_log2, first, context_len, begin, end, cache_stride_block,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One query head over blocks [begin, end). Returns m [1], total [1], acc [1, HEAD_DIM_PAD].
+
+    Each of a tile's TILE rows runs a softmax of its own, merged after the loop: the loop needs no reduction
+    across warps and no barrier. About 450 instructions a warp and 32 KiB tile, 4 warps: a quarter of what an
+    SM issues while the tile arrives.
+    """
+    tiles: tl.constexpr = BLOCK_SIZE // TILE
+    token = tl.arange(0, TILE)
+    dim = tl.arange(0, HEAD_DIM_PAD)
+    q = tl.load(q_ptr + dim, mask=dim < HEAD_DIM, other=0.0)
+    q = q.to(key_ptr.dtype.element_ty).to(tl.float32) * scale_log2
+    # Finite, so that the difference of two maxima is never inf - inf.
+    m = tl.full([TILE], -1e30, tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([TILE, HEAD_DIM_PAD], tl.float32)
+    last = tl.minimum(end * tiles, tl.cdiv(context_len, TILE))
+    # Read a step ahead: otherwise every tile would wait for its address.
+    block = tl.load(table + begin, mask=begin < end, other=0)
+    for tile in tl.range(begin * tiles, last, num_stages=NUM_STAGES):
+        following = tl.load(table + tl.minimum(tile + 1, last - 1) // tiles)
+        position = tile * TILE + token
+        seen = (position >= first) & (position < context_len)
+        offsets = (tile % tiles * TILE + token)[:, None] * HEAD_DIM + dim[None, :]
+        offsets += block.to(tl.int64) * cache_stride_block
+        mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(key_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(value_ptr + offsets, mask=mask, other=0.0)
+        score = tl.sum(k.to(tl.float32) * q[None, :], axis=1)
+        score = tl.where(seen, score, float("-inf"))
+        m_new = tl.maximum(m, score)
+        decay = tl.exp2(m - m_new)
+        p = tl.exp2(score - m_new)
+        total = total * decay + p
+        acc = acc * decay[:, None] + p[:, None] * v.to(tl.float32)
+        m = m_new
+        block = following
+    m_all = tl.max(m, axis=0)
+    share = tl.exp2(m - m_all)
+    total_all = tl.sum(total * share, axis=0)
+    acc_all = tl.sum(acc * share[:, None], axis=0)
+    return m_all + tl.zeros([1], tl.float32), total_all + tl.zeros([1], tl.float32), acc_all[None, :]
+
+
+@triton.jit
+def _attend_group(
+    q_ptr, q_stride_head, key_ptr, value_ptr, table, scale_log2, first, context_len, begin, end,
+    cache_stride_block, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The query heads of one kv head over blocks [begin, end), each tile read once.
+
+    Returns m [GROUP_PAD], total [GROUP_PAD], acc [GROUP_PAD, HEAD_DIM_PAD]; rows past GROUP are meaningless.
+    """
+    tiles: tl.constexpr = BLOCK_SIZE // TILE
+    head = tl.arange(0, GROUP_PAD)
+    token = tl.arange(0, TILE)
+    dim = tl.arange(0, HEAD_DIM_PAD)
+    q_mask = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + head[:, None] * q_stride_head + dim[None, :], mask=q_mask, other=0.0)
+    q = q.to(key_ptr.dtype.element_ty)
+    m = tl.full([GROUP_PAD], -1e30, tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, HEAD_DIM_PAD], tl.float32)
+    last = tl.minimum(end * tiles, tl.cdiv(context_len, TILE))
+    block = tl.load(table + begin, mask=begin < end, other=0)
+    for tile in tl.range(begin * tiles, last, num_stages=NUM_STAGES):
+        following = tl.load(table + tl.minimum(tile + 1, last - 1) // tiles)
+        position = tile * TILE + token
+        seen = (position >= first) & (position < context_len)
+        offsets = (tile % tiles * TILE + token)[:, None] * HEAD_DIM + dim[None, :]
+        offsets += block.to(tl.int64) * cache_stride_block
+        mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(key_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(value_ptr + offsets, mask=mask, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        score = tl.where(seen[None, :], score, float("-inf"))
+        m_new = tl.maximum(m, tl.max(score, axis=1))
+        decay = tl.exp2(m - m_new)
+        p = tl.exp2(score - m_new[:, None])
+        total = total * decay + tl.sum(p, axis=1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        m = m_new
+        block = following
+    return m, total, acc
+
+
+@triton.jit
+def _merge(
+    partials_ptr, stats_ptr, out_row, slot, used, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, NUM_SPLITS_PAD: tl.constexpr,
+):  # fmt: skip
+    """out = sum of 2^(m_s - m) acc_s / sum of 2^(m_s - m) total_s over the splits s, head by head.
+
+    All splits of a head are loaded at once, and the next head's meanwhile: one after the other would cost a
+    trip to L2 each. All loads are .cg: L1 knows nothing of what other SMs wrote.
+    """
+    split = tl.arange(0, NUM_SPLITS_PAD)
+    heads = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, HEAD_DIM_PAD)
+    valid = split < used
+    slots = slot + split[:, None] * GROUP + heads[None, :]
+    mask = valid[:, None] & (heads < GROUP)[None, :]
+    m = tl.load(stats_ptr + slots * 2, mask=mask, other=-1e30, cache_modifier=".cg")
+    total = tl.load(stats_ptr + slots * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+    share = tl.exp2(m - tl.max(m, axis=0)[None, :])
+    total = tl.sum(share * total, axis=0)
+    share = share / tl.where(total > 0, total, 1.0)[None, :]  # [splits, heads]
+    for head in tl.range(0, GROUP, num_stages=2):
+        acc = tl.load(
+            partials_ptr + (slot + split * GROUP + head)[:, None] * HEAD_DIM + dim[None, :],
+            mask=valid[:, None] & (dim < HEAD_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weight = tl.sum(tl.where(heads[None, :] == head, share, 0.0), axis=1)
+        value = tl.sum(acc * weight[:, None], axis=0)
+        tl.store(out_row + head * HEAD_DIM + dim, value.to(out_row.dtype.element_ty), mask=dim < HEAD_DIM)

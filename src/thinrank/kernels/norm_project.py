@@ -1,0 +1,77 @@
+"""RMSNorm's scale and the matrices that read the normed vector, in one launch (steps 1 and 6, and lm_head)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gemv import gemv, load_tiles, norm_scale, sum_splits, wait_for_inputs
+from .segments import Segments
+from .tuning import GemvConfig
+from .workspace import SplitWorkspace
+
+
+def norm_project(
+    scaled: Tensor,
+    squares: Tensor,
+    eps: float,
+    arena: Tensor,
+    segments: Segments,
+    out: Tensor,
+    workspace: SplitWorkspace,
+    *,
+    config: GemvConfig,
+    pdl: bool,
+) -> None:
+    """out[b, seg.out_offset + i] = (W_seg @ scaled[b])[i] / sqrt(mean(hidden[b]^2) + eps) for every segment.
+
+    scaled: [batch, hidden_size], hidden times the norm's weight, in the weights' dtype. squares: float32 [batch,
+    hidden_size / 16], sums of hidden^2 over groups of 16 channels. segments: at most three, all of width
+    hidden_size. out: [batch, stride] in any float dtype.
+    """
+    batch, hidden_size = scaled.shape
+    blocks = [triton.cdiv(rows, config.rows) for rows in segments.rows]
+    _norm_project_kernel[(sum(blocks), config.splits)](
+        scaled, squares, squares.shape[1], eps, arena, out, out.stride(0), hidden_size, batch,
+        *segments.offsets, *segments.rows, *segments.out_offsets, blocks[0], blocks[0] + blocks[1],
+        workspace.partials, workspace.counters,
+        ROWS=config.rows, VECTOR=config.vector, SLICES=config.num_warps, BLOCK_K=config.block_k, AHEAD=config.ahead,
+        SPLITS=config.splits,
+        NUM_SQUARES=triton.next_power_of_2(squares.shape[1]), PDL=pdl, num_warps=config.num_warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _norm_project_kernel(
+    scaled, squares, num_squares, eps, arena, out, out_stride, K, batch,
+    offset0, offset1, offset2, rows0, rows1, rows2, out0, out1, out2, end0, end1, partials, counters,
+    ROWS: tl.constexpr, VECTOR: tl.constexpr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    NUM_SQUARES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    COLUMNS: tl.constexpr = 1 if VECTOR else 8
+    block, split = tl.program_id(0), tl.program_id(1)
+    offset, num_rows, out_offset, first_block = tl.cast(offset0, tl.int64), rows0, out0, 0
+    if block >= end1:
+        offset, num_rows, out_offset, first_block = tl.cast(offset2, tl.int64), rows2, out2, end1
+    elif block >= end0:
+        offset, num_rows, out_offset, first_block = tl.cast(offset1, tl.int64), rows1, out1, end0
+    rows = (block - first_block) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < num_rows
+    share = tl.cdiv(tl.cdiv(K, SPLITS), 64) * 64
+    begin = split * share
+    end = tl.minimum(K, begin + share)
+    tiles = load_tiles(arena, offset, rows, row_mask, begin, K, end, VECTOR, SLICES, BLOCK_K, AHEAD)
+    wait_for_inputs(PDL)
+    scale = norm_scale(squares, num_squares, K, eps, batch, COLUMNS, NUM_SQUARES)
+    acc = gemv(
+        arena, offset, rows, row_mask, scaled, K, K, begin, end, batch, tiles,
+        ROWS, VECTOR, SLICES, BLOCK_K, AHEAD,
+    )  # fmt: skip
+    acc, is_last = sum_splits(acc, partials, counters, block, split, ROWS, COLUMNS, SPLITS)
+    if is_last:
+        column = tl.arange(0, COLUMNS)
+        pointers = out + column[None, :] * out_stride + out_offset + rows[:, None]
+        result = (acc * scale[None, :]).to(out.dtype.element_ty)
+        tl.store(pointers, result, mask=row_mask[:, None] & (column < batch)[None, :])
