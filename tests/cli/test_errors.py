@@ -87,8 +87,8 @@ USAGE = {
     "extra argument": ("inspect {model} more", "unexpected extra argument", "more"),
     "option without value": ("generate {model} --prompt", "--prompt", "requires an argument"),
     "missing keep-ratio": ("compress {base} {out}", "missing option", "--keep-ratio"),
-    "words for a number": ("generate {model} --prompt x --max-tokens many", "--max-tokens", "not a valid"),
-    "keep-ratio abc": ("compress {base} {out} --keep-ratio abc", "--keep-ratio", "not a valid"),
+    "words for a number": ("generate {model} --prompt x --max-tokens many", "--max-tokens", "valid"),
+    "keep-ratio abc": ("compress {base} {out} --keep-ratio abc", "--keep-ratio", "valid"),
 }
 
 OPTIONS = {
