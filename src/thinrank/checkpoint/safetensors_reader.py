@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from ..errors import CheckpointError, UnsupportedModelError
 from .tensors import LazyTensor
 
-_DTYPES = {
+#: Element types of the file format, both ways.
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -38,7 +39,7 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 view = file.get_slice(name)
-                dtype = _DTYPES.get(view.get_dtype())
+                dtype = DTYPES.get(view.get_dtype())
                 if dtype is None:
                     raise UnsupportedModelError(
                         f"{path} stores {name} as {view.get_dtype()}",

@@ -19,23 +19,13 @@ from tqdm.auto import tqdm
 
 from ..errors import OutputError
 from .format import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
+from .safetensors_reader import DTYPES
 from .tensors import LazyTensor
 
 #: Larger checkpoints are split into shards of at most this many bytes.
 MAX_SHARD_BYTES = 4 * 10**9
 
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def save_checkpoint(

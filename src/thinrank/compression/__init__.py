@@ -197,7 +197,7 @@ def _factor_layers(
     for index in tqdm(range(config.num_hidden_layers), desc=method.name, unit="layer", disable=not progress):
         grams: dict[str, Tensor] = {}
         if hidden is not None:
-            hidden, grams = run_layer(DecoderLayer.build(config, index, get), hidden, length, observe=True)
+            grams = run_layer(DecoderLayer.build(config, index, get), hidden, length)
         factors: dict[Path, dict[str, Tensor]] = {target.work: {} for target in targets}
         scalings: dict[int, Scaling] = {}
         prefix = f"model.layers.{index}."

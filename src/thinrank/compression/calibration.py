@@ -103,20 +103,16 @@ class GramObserver:
         return self.projection(x)
 
 
-def run_layer(
-    layer: DecoderLayer, hidden: Tensor, length: int, *, observe: bool
-) -> tuple[Tensor, dict[str, Tensor]]:
+def run_layer(layer: DecoderLayer, hidden: Tensor, length: int) -> dict[str, Tensor]:
     """Pass all sequences through one layer.
 
-    hidden: float32 [tokens, hidden_size], sequences of `length` tokens one after another. Returns the
-    layer's output, which replaces `hidden` in place, and, if `observe`, the Gram matrix of the inputs of each
-    projection by its name (projections that read the same vector share the matrix).
+    hidden: float32 [tokens, hidden_size], sequences of `length` tokens one after another; replaced in place
+    by the layer's output. Returns, by the name of each projection, the Gram matrix of the inputs
+    that it reads (projections that read the same vector share the matrix).
 
     Raises CheckpointError when activations are not finite.
     """
-    observers: dict[str, Any] = {
-        name: GramObserver(getattr(layer, name)) for name in (SHARED_INPUTS if observe else ())
-    }
+    observers: dict[str, Any] = {name: GramObserver(getattr(layer, name)) for name in SHARED_INPUTS}
     watched = replace(layer, **observers)
     device = layer.input_layernorm.device
     step = max(1, BATCH_TOKENS // length) * length
@@ -131,4 +127,4 @@ def run_layer(
     for first, observer in observers.items():
         assert observer.gram is not None
         grams |= dict.fromkeys(SHARED_INPUTS[first], observer.gram)
-    return hidden, grams
+    return grams
