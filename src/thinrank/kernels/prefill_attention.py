@@ -32,12 +32,14 @@ def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
 
     16 bit: 128 queries by two warpgroups. Each 32 KiB block (head_dim 128) then serves 4 * 128 * 64 * 128 =
     4.2 MFLOP, so that 600 TFLOP/s take 20 bytes a cycle and SM from L2; 64 queries would take 40 of its 64.
+    Three blocks of keys and values in flight: 207 registers a thread (228 with a window) and 128 KiB of shared
+    memory at head_dim 128, one program an SM.
     """
     if dtype == torch.float32:
         # No tensor cores: correct, not fast. Anything larger spills (32 queries by 4 warps: 10 KB a thread).
         return PrefillConfig(16 if head_dim > 128 else 32, 8, 1)
     if head_dim > 128:
-        return PrefillConfig(128, 8, 2)  # acc alone takes 128 registers a thread
+        return PrefillConfig(128, 8, 2)  # acc alone takes 128 registers a thread; a dozen others are spilled
     return PrefillConfig(128, 8, 3)
 
 
@@ -115,7 +117,7 @@ def prefill_attention(
 # Device code.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # it grows with the context: no new compilation for that
 def _prefill_kernel(
     q_ptr,
     key_ptr,
@@ -208,20 +210,24 @@ def _attend_blocks(
     """Takes blocks [begin, end) into the running softmax (m, total, acc) of a tile of queries."""
     token = tl.arange(0, BLOCK_SIZE)
     dim = tl.arange(0, HEAD_DIM_PAD)
+    # 32 bits: with 64 ptxas runs short of registers and serialises wgmma.
+    offsets = token[:, None] * HEAD_DIM + dim[None, :]
+    # Read a step ahead: a load whose address is loaded in the same step has no stages left to be early by.
+    block = tl.load(table + begin, mask=begin < end, other=0)
     for i in tl.range(begin, end, num_stages=NUM_STAGES):
-        block = tl.load(table + i).to(tl.int64)
+        following = tl.load(table + tl.minimum(i + 1, end - 1))
         key_position = i * BLOCK_SIZE + token
-        offsets = block * cache_stride_block + token[:, None] * HEAD_DIM + dim[None, :]
+        start = block.to(tl.int64) * cache_stride_block
         if MASKED:
             mask = (key_position < context_len)[:, None] & (dim < HEAD_DIM)[None, :]
-            k = tl.load(key_ptr + offsets, mask=mask, other=0.0)
-            v = tl.load(value_ptr + offsets, mask=mask, other=0.0)
+            k = tl.load(key_ptr + start + offsets, mask=mask, other=0.0)
+            v = tl.load(value_ptr + start + offsets, mask=mask, other=0.0)
         elif HEAD_DIM != HEAD_DIM_PAD:
-            k = tl.load(key_ptr + offsets, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-            v = tl.load(value_ptr + offsets, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+            k = tl.load(key_ptr + start + offsets, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(value_ptr + start + offsets, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         else:
-            k = tl.load(key_ptr + offsets)
-            v = tl.load(value_ptr + offsets)
+            k = tl.load(key_ptr + start + offsets)
+            v = tl.load(value_ptr + start + offsets)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             distance = position[:, None] - key_position[None, :]
@@ -238,4 +244,5 @@ def _attend_blocks(
         acc = acc * decay[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         m = m_new
+        block = following
     return m, total, acc
