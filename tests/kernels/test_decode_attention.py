@@ -243,8 +243,8 @@ def test_wrong_arguments() -> None:
 
 
 def test_num_splits_depends_on_the_shape_alone() -> None:
-    assert num_splits(32, 32) == 16  # LLaMA-7B: 512 programs
-    assert num_splits(40, 40) == 13  # LLaMA-13B: 520
+    assert num_splits(32, 32) == 32  # LLaMA-7B: 1024 programs
+    assert num_splits(40, 40) == 26  # LLaMA-13B: 1040
     assert num_splits(32, 8) == 32  # Llama-3-8B: 256
     assert num_splits(9, 3) == 32  # SmolLM2-135M
     assert num_splits(71, 1) == 64

@@ -1,4 +1,4 @@
-"""The GEMV ops of a decode step against float32 arithmetic: odd ranks, both ways to multiply, split sums.
+"""The GEMV ops of a decode step against float32 arithmetic: odd ranks, split sums, every batch size.
 
 Tolerance: 1e-4 absolute on sums of order one; float32 sums in another order.
 """
@@ -16,31 +16,30 @@ from thinrank.kernels.project import project, project_residual
 from thinrank.kernels.project_rope import project_rope
 from thinrank.kernels.project_silu_mul import project_silu_mul
 from thinrank.kernels.segments import Segments
-from thinrank.kernels.tuning import GemvConfig
+from thinrank.kernels.tuning import GemvConfig, Launch, gemv_rule
 from thinrank.kernels.workspace import SplitWorkspace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, HEAD_DIM, EPS = 128, 64, 1e-5
 
-#: (vector, splits, batch): batch 1 in both ways, larger ones on tensor cores.
-WAYS = [(True, 1, 1), (False, 1, 1), (False, 2, 3), (False, 4, 8)]
-
-
-def settings(vector, splits, rows=16):
-    return GemvConfig(vector, 4 if vector and rows != 16 else 16, 32, 2, splits, 2 if vector else 1)
+WAYS = [(GemvConfig(1, 1, 16), 1), (GemvConfig(2, 1, 16, splits=2), 3), (GemvConfig(1, 2, 16, splits=4), 8)]
+NARROW = [(GemvConfig(2, 1, 8), 3), (GemvConfig(1, 1, 8, splits=2), 8)]
+UNSPLIT = [(GemvConfig(1, 1), 1), (GemvConfig(2, 1), 3)]
 
 
 class Arena:
     """Matrices with NaN everywhere else, so that a read outside shows."""
 
-    def __init__(self):
+    def __init__(self, size=400_000, dtype=torch.float32):
         self.generator = torch.Generator().manual_seed(0)
-        self.data = torch.full((400_000,), float("nan"), device=DEVICE)
+        self.data = torch.full((size,), float("nan"), dtype=dtype, device=DEVICE)
         self.end = 64
 
     def place(self, rows, width):
         """A random matrix, columns padded with zeros to a multiple of 64; returns (offset, padded width, matrix)."""
-        matrix = torch.randn(rows, width, generator=self.generator).to(DEVICE) * width**-0.5
+        matrix = (torch.randn(rows, width, generator=self.generator).to(DEVICE) * width**-0.5).to(
+            self.data.dtype
+        )
         padded, offset = -(-width // 64) * 64, self.end
         view = self.data[offset : offset + rows * padded].view(rows, padded)
         view.zero_()
@@ -63,9 +62,9 @@ def residual(arena, batch):
     return hidden, norm, hidden * norm, squares
 
 
-@pytest.mark.parametrize(("vector", "splits", "batch"), WAYS)
+@pytest.mark.parametrize(("config", "batch"), WAYS + NARROW)
 @pytest.mark.parametrize("ranks", [(1,), (33, 57), (64, 1, 92)])
-def test_norm_project(vector, splits, batch, ranks):
+def test_norm_project(config, batch, ranks):
     arena = Arena()
     hidden, norm, scaled, squares = residual(arena, batch)
     entries, matrices, position = [], [], 0
@@ -75,11 +74,11 @@ def test_norm_project(vector, splits, batch, ranks):
         matrices.append((position, matrix))
         position += -(-rank // 64) * 64
     out = torch.full((batch, position), -7.0, device=DEVICE)
-    workspace = SplitWorkspace.allocate(256, splits, DEVICE)
+    workspace = SplitWorkspace.allocate(256, config.splits, DEVICE)
     for _ in range(2):  # the counters must be back at zero for the next launch
         norm_project(
             scaled, squares, EPS, arena.data, Segments.of(entries), out, workspace,
-            config=settings(vector, splits, 4), pdl=False,
+            config=config, pdl=False,
         )  # fmt: skip
         normed = ops.rms_norm(hidden, norm, EPS)
         for start, matrix in matrices:
@@ -90,17 +89,28 @@ def test_norm_project(vector, splits, batch, ranks):
     assert (out[:, untouched] == -7).all()
 
 
-@pytest.mark.parametrize(("vector", "splits", "batch"), WAYS)
+@pytest.mark.parametrize(("config", "batch"), WAYS)
 @pytest.mark.parametrize("rank", [1, 57, 149])
-def test_project_and_back(vector, splits, batch, rank):
+def test_project_and_back(config, batch, rank):
     arena = Arena()
     x = arena.randn(batch, 192)
     offset, width, factor_in = arena.place(rank, 192)
     latents = torch.zeros(batch, 256, device=DEVICE)
-    workspace = SplitWorkspace.allocate(256, splits, DEVICE)
-    project(
-        x, arena.data, offset, rank, width, latents, workspace, config=settings(vector, splits, 4), pdl=False
-    )
+    workspace = SplitWorkspace.allocate(256, config.splits, DEVICE)
+    for rows in (8, 16):
+        latents.fill_(7.0)
+        project(
+            x,
+            arena.data,
+            offset,
+            rank,
+            width,
+            latents,
+            workspace,
+            config=config._replace(rows=rows),
+            pdl=False,
+        )
+        close(latents[:, :rank], x @ factor_in.T)
     close(latents[:, :rank], x @ factor_in.T)
 
     offset, width, factor_out = arena.place(HIDDEN, rank)
@@ -109,16 +119,16 @@ def test_project_and_back(vector, splits, batch, rank):
     expected = hidden + latents[:, :rank] @ factor_out.T + bias
     project_residual(
         latents, arena.data, offset, HIDDEN, width, bias, hidden, norm, scaled, squares, workspace,
-        config=settings(vector, splits), pdl=False,
+        config=config, pdl=False,
     )  # fmt: skip
     close(hidden, expected)
     close(scaled, expected * norm)
     close(squares, expected.square().view(batch, -1, 16).sum(-1))
 
 
-@pytest.mark.parametrize(("vector", "batch"), [(True, 1), (False, 1), (False, 5)])
+@pytest.mark.parametrize(("config", "batch"), UNSPLIT)
 @pytest.mark.parametrize("ranks", [(33, 130), (None, 57), (None, None)])
-def test_project_silu_mul(vector, batch, ranks):
+def test_project_silu_mul(config, batch, ranks):
     """A rank of None is a dense module, which reads the normed vector."""
     arena = Arena()
     hidden, norm, scaled, squares = residual(arena, batch)
@@ -134,15 +144,15 @@ def test_project_silu_mul(vector, batch, ranks):
     out = torch.empty(batch, rows, device=DEVICE)
     project_silu_mul(
         latents, scaled, squares, EPS, arena.data, Segments.of(entries), bias, out,
-        config=settings(vector, 1, 4), pdl=False,
+        config=config, pdl=False,
     )  # fmt: skip
     close(out, ops.silu_mul(expected[0] + bias[0], expected[1] + bias[1]))
 
 
-@pytest.mark.parametrize(("vector", "batch"), [(True, 1), (False, 3)])
+@pytest.mark.parametrize(("config", "batch"), UNSPLIT)
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("ranks", [(33, 57, 1), (None, 57, None)])
-def test_project_rope(vector, batch, qk_norm, ranks):
+def test_project_rope(config, batch, qk_norm, ranks):
     arena = Arena()
     heads, kv_heads = 2, 1
     hidden, norm, scaled, squares = residual(arena, batch)
@@ -170,7 +180,6 @@ def test_project_rope(vector, batch, qk_norm, ranks):
     tables = torch.tensor([[4, 2, 5], [1, 0, 0], [3, 6, 7]][:batch], dtype=torch.int32, device=DEVICE)
     keys, values = (torch.full((8, kv_heads, 64, HEAD_DIM), -7.0, device=DEVICE) for _ in range(2))
     queries = torch.empty(batch, heads * HEAD_DIM, device=DEVICE)
-    config = settings(vector, 1, 4)
     project_rope(
         latents, scaled, squares, EPS, arena.data, Segments.of(entries), bias, norms, rotation,
         queries, keys, values, positions, tables, config=config, pdl=False,
@@ -198,19 +207,77 @@ def test_embed(hidden_size):
 
 @pytest.mark.parametrize("vocab_size", [5, 4096, 9001])
 def test_greedy(vocab_size):
-    """The lowest id among equals wins, NaN never does, and the state advances."""
+    """The lowest id among equals wins, -inf never does, and the state advances."""
     logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     logits[1] = 2.0
-    logits[2, 0], logits[2, vocab_size - 1] = float("nan"), 99.0
+    logits[2, 0], logits[2, vocab_size - 1] = float("-inf"), 99.0
     token_ids = torch.zeros(4, dtype=torch.int64, device=DEVICE)
     positions = torch.tensor([0, 6, 7, 40], dtype=torch.int32, device=DEVICE)
     lengths, history = positions + 1, torch.zeros(8, 4, dtype=torch.int64, device=DEVICE)
     workspace = greedy_workspace(4, vocab_size, DEVICE)
     for step in range(2):
         greedy(logits, token_ids, positions, lengths, history, workspace, pdl=False)
-        expected = logits.nan_to_num(float("-inf")).argmax(-1).tolist()
+        expected = logits.argmax(-1).tolist()
         expected[1] = 0
         assert token_ids.tolist() == expected
         assert positions.tolist() == [1 + step, 7 + step, 8 + step, 41 + step]
         assert lengths.tolist() == [2 + step, 8 + step, 9 + step, 42 + step]
         assert [history[p % 8, row].item() for row, p in enumerate(positions.tolist())] == expected
+
+
+@pytest.mark.parametrize("place", [0, 4095, 4096, 9000])
+def test_greedy_marks_undefined_logits(place):
+    """NaN, infinity and a row without any token: -1 for the host, an id that exists for the next step."""
+    logits = torch.zeros(4, 9001, device=DEVICE)
+    logits[0, place], logits[1, place], logits[2] = float("nan"), float("inf"), float("-inf")
+    token_ids = torch.full((4,), -7, dtype=torch.int64, device=DEVICE)
+    positions = torch.full((4,), 3, dtype=torch.int32, device=DEVICE)
+    history = torch.zeros(8, 4, dtype=torch.int64, device=DEVICE)
+    greedy(logits, token_ids, positions, positions + 1, history, greedy_workspace(4, 9001, DEVICE), pdl=False)
+    assert history[4].tolist() == [-1, -1, -1, 0]
+    assert all(0 <= token < 9001 for token in token_ids.tolist())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [1, 33, 57, 1492])
+@pytest.mark.parametrize("hidden_size", [576, 4096])
+def test_16_bit_on_tensor_cores(dtype, rank, hidden_size):
+    """Sizes and settings of real models, launched as in a step: float32 arithmetic on the same numbers, and the same
+    bits at every batch size.
+
+    Tolerance: one rounding of a result of order one to 16 bits, 4e-3 for bfloat16 and 5e-4 for float16.
+    """
+    arena = Arena(3 * (rank + 64) * (hidden_size + 64) + 100_000, dtype)
+    factor_in, (back, back_width, factor_out) = arena.place(rank, hidden_size), arena.place(hidden_size, rank)
+    hidden, norm = arena.randn(8, hidden_size), arena.randn(hidden_size)
+    inputs = arena.randn(8, hidden_size).to(dtype)
+    tolerance = {"atol": 4e-3 if dtype == torch.bfloat16 else 5e-4, "rtol": torch.finfo(dtype).eps}
+
+    def step(batch):
+        """latents, residual stream and its scaled copy."""
+        latents = torch.zeros(batch, back_width, dtype=dtype, device=DEVICE)
+        workspace = SplitWorkspace.allocate(hidden_size, 8, DEVICE)
+        stream, scaled = hidden[:batch].clone(), torch.empty(batch, hidden_size, dtype=dtype, device=DEVICE)
+        squares = torch.empty(batch, hidden_size // 16, device=DEVICE)
+        offset, width, _ = factor_in
+        project(
+            inputs[:batch], arena.data, offset, rank, width, latents, workspace,
+            config=gemv_rule(Launch("project", rank, width)), pdl=True,
+        )  # fmt: skip
+        project_residual(
+            latents, arena.data, back, hidden_size, back_width, None, stream, norm, scaled, squares, workspace,
+            config=gemv_rule(Launch("project_residual", hidden_size, back_width)), pdl=True,
+        )  # fmt: skip
+        return latents, stream, scaled
+
+    latents, stream, scaled = step(8)
+    torch.testing.assert_close(
+        latents[:, :rank].float(), inputs.float() @ factor_in[2].float().T, **tolerance
+    )
+    expected = hidden + latents[:, :rank].float() @ factor_out.float().T
+    torch.testing.assert_close(stream, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(scaled.float(), expected * norm, **tolerance)
+    for batch in (1, 2, 4):
+        for alone, together in zip(step(batch), (latents, stream, scaled), strict=True):
+            assert torch.equal(alone, together[:batch])

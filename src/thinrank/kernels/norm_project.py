@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv import gemv, load_tiles, norm_scale, sum_splits, wait_for_inputs
+from .gemv import gemv_rows, load_rows, load_squares, norm_scale, split_range, sum_splits, wait_for_inputs
 from .segments import Segments
 from .tuning import GemvConfig
 from .workspace import SplitWorkspace
@@ -36,42 +36,33 @@ def norm_project(
         scaled, squares, squares.shape[1], eps, arena, out, out.stride(0), hidden_size, batch,
         *segments.offsets, *segments.rows, *segments.out_offsets, blocks[0], blocks[0] + blocks[1],
         workspace.partials, workspace.counters,
-        ROWS=config.rows, VECTOR=config.vector, SLICES=config.num_warps, BLOCK_K=config.block_k, AHEAD=config.ahead,
-        SPLITS=config.splits,
-        NUM_SQUARES=triton.next_power_of_2(squares.shape[1]), PDL=pdl, num_warps=config.num_warps, launch_pdl=pdl,
+        ROWS=config.rows, SPLITS=config.splits, NUM_SQUARES=triton.next_power_of_2(squares.shape[1]),
+        PDL=pdl, launch_pdl=pdl, **config.arguments(hidden_size),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _norm_project_kernel(
     scaled, squares, num_squares, eps, arena, out, out_stride, K, batch,
     offset0, offset1, offset2, rows0, rows1, rows2, out0, out1, out2, end0, end1, partials, counters,
-    ROWS: tl.constexpr, VECTOR: tl.constexpr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
     NUM_SQUARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    COLUMNS: tl.constexpr = 1 if VECTOR else 8
     block, split = tl.program_id(0), tl.program_id(1)
     offset, num_rows, out_offset, first_block = tl.cast(offset0, tl.int64), rows0, out0, 0
     if block >= end1:
         offset, num_rows, out_offset, first_block = tl.cast(offset2, tl.int64), rows2, out2, end1
     elif block >= end0:
         offset, num_rows, out_offset, first_block = tl.cast(offset1, tl.int64), rows1, out1, end0
-    rows = (block - first_block) * ROWS + tl.arange(0, ROWS)
-    row_mask = rows < num_rows
-    share = tl.cdiv(tl.cdiv(K, SPLITS), 64) * 64
-    begin = split * share
-    end = tl.minimum(K, begin + share)
-    tiles = load_tiles(arena, offset, rows, row_mask, begin, K, end, VECTOR, SLICES, BLOCK_K, AHEAD)
+    first_row = (block - first_block) * ROWS
+    begin, end = split_range(K, split, SPLITS)
+    weights = load_rows(arena + offset, first_row, num_rows, K, begin, end, ROWS, SLICES, AHEAD, EVEN)
     wait_for_inputs(PDL)
-    scale = norm_scale(squares, num_squares, K, eps, batch, COLUMNS, NUM_SQUARES)
-    acc = gemv(
-        arena, offset, rows, row_mask, scaled, K, K, begin, end, batch, tiles,
-        ROWS, VECTOR, SLICES, BLOCK_K, AHEAD,
-    )  # fmt: skip
-    acc, is_last = sum_splits(acc, partials, counters, block, split, ROWS, COLUMNS, SPLITS)
+    square_sums = load_squares(squares, num_squares, batch, NUM_SQUARES)
+    sums = gemv_rows(weights, scaled, K, begin, end, batch, ROWS, SLICES, AHEAD, EVEN)
+    sums, is_last = sum_splits(sums, partials, counters, block, split, ROWS, SPLITS)
     if is_last:
-        column = tl.arange(0, COLUMNS)
-        pointers = out + column[None, :] * out_stride + out_offset + rows[:, None]
-        result = (acc * scale[None, :]).to(out.dtype.element_ty)
-        tl.store(pointers, result, mask=row_mask[:, None] & (column < batch)[None, :])
+        row, column = first_row + tl.arange(0, ROWS), tl.arange(0, 8)
+        pointers = out + column[None, :] * out_stride + out_offset + row[:, None]
+        result = (sums * norm_scale(square_sums, K, eps)).to(out.dtype.element_ty)
+        tl.store(pointers, result, mask=(row < num_rows)[:, None] & (column < batch)[None, :])

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv import SQUARES_GROUP, gemv, load_tiles, sum_splits, wait_for_inputs
+from .gemv import SQUARES_GROUP, gemv_rows, load_rows, split_range, sum_splits, wait_for_inputs
 from .tuning import GemvConfig
 from .workspace import SplitWorkspace
 
@@ -74,47 +74,39 @@ def _launch(
     _project_kernel[(triton.cdiv(rows, config.rows), config.splits)](
         x, x.stride(0), arena, offset, rows, width, out, out.stride(0), x.shape[0],
         bias, norm, scaled, squares, workspace.partials, workspace.counters,
-        ROWS=config.rows, VECTOR=config.vector, SLICES=config.num_warps, BLOCK_K=config.block_k, AHEAD=config.ahead,
-        SPLITS=config.splits,
-        HAS_BIAS=bias is not None, RESIDUAL=norm is not None, PDL=pdl,
-        num_warps=config.num_warps, launch_pdl=pdl,
+        ROWS=config.rows, SPLITS=config.splits, HAS_BIAS=bias is not None, RESIDUAL=norm is not None,
+        PDL=pdl, launch_pdl=pdl, **config.arguments(width),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _project_kernel(
     x, x_stride, arena, offset, num_rows, K, out, out_stride, batch,
     bias, norm, scaled, squares, partials, counters,
-    ROWS: tl.constexpr, VECTOR: tl.constexpr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    COLUMNS: tl.constexpr = 1 if VECTOR else 8
     block, split = tl.program_id(0), tl.program_id(1)
-    offset = tl.cast(offset, tl.int64)
-    rows = block * ROWS + tl.arange(0, ROWS)
-    row_mask = rows < num_rows
-    share = tl.cdiv(tl.cdiv(K, SPLITS), 64) * 64
-    begin = split * share
-    end = tl.minimum(K, begin + share)
-    tiles = load_tiles(arena, offset, rows, row_mask, begin, K, end, VECTOR, SLICES, BLOCK_K, AHEAD)
+    begin, end = split_range(K, split, SPLITS)
+    matrix = arena + tl.cast(offset, tl.int64)
+    weights = load_rows(matrix, block * ROWS, num_rows, K, begin, end, ROWS, SLICES, AHEAD, EVEN)
+    row, column = block * ROWS + tl.arange(0, ROWS), tl.arange(0, 8)
+    row_mask = row < num_rows
+    mask = row_mask[:, None] & (column < batch)[None, :]
+    pointers = out + column[None, :] * out_stride + row[:, None]
+    if RESIDUAL:  # written two launches ago at the latest: it need not wait
+        addend = tl.load(pointers, mask=mask, other=0.0)
+        next_norm = tl.load(norm + row, mask=row_mask, other=0.0)[:, None]
+        if HAS_BIAS:
+            addend += tl.load(bias + row, mask=row_mask, other=0.0)[:, None]
     wait_for_inputs(PDL)
-    acc = gemv(
-        arena, offset, rows, row_mask, x, x_stride, K, begin, end, batch, tiles,
-        ROWS, VECTOR, SLICES, BLOCK_K, AHEAD,
-    )  # fmt: skip
-    acc, is_last = sum_splits(acc, partials, counters, block, split, ROWS, COLUMNS, SPLITS)
+    sums = gemv_rows(weights, x, x_stride, begin, end, batch, ROWS, SLICES, AHEAD, EVEN)
+    sums, is_last = sum_splits(sums, partials, counters, block, split, ROWS, SPLITS)
     if is_last:
-        column = tl.arange(0, COLUMNS)
-        mask = row_mask[:, None] & (column < batch)[None, :]
-        pointers = out + column[None, :] * out_stride + rows[:, None]
         if RESIDUAL:
-            if HAS_BIAS:
-                acc += tl.load(bias + rows, mask=row_mask, other=0.0)[:, None]
-            acc += tl.load(pointers, mask=mask, other=0.0)
-            place = column[None, :] * num_rows + rows[:, None]
-            next_input = acc * tl.load(norm + rows, mask=row_mask, other=0.0)[:, None]
-            tl.store(scaled + place, next_input.to(scaled.dtype.element_ty), mask=mask)
-            sums = tl.sum(tl.where(mask, acc * acc, 0.0), axis=0)
-            tl.store(squares + column * tl.num_programs(0) + block, sums, mask=column < batch)
-        tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
+            sums += addend
+            place = column[None, :] * num_rows + row[:, None]
+            tl.store(scaled + place, (sums * next_norm).to(scaled.dtype.element_ty), mask=mask)
+            square = tl.sum(tl.where(mask, sums * sums, 0.0), axis=0)
+            tl.store(squares + column * tl.num_programs(0) + block, square, mask=column < batch)
+        tl.store(pointers, sums.to(out.dtype.element_ty), mask=mask)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv import gemv_pair, load_tiles, norm_scale, wait_for_inputs
+from .gemv import gemv, load_squares, load_tiles, norm_scale, tile_rows, wait_for_inputs
 from .segments import Segments
 from .tuning import GemvConfig
 
@@ -36,44 +36,38 @@ def project_rope(
     `norm_project`. segments: q, k, v; their widths may differ. bias: float32 [q_size + 2 * kv_size] or None.
     qk_norm: float32 [2, head_dim] or None. rotation: float32 [positions, 2, head_dim/2], cos and sin of every
     position. q: [batch, heads * head_dim]. caches: [blocks, kv_heads, block_size, head_dim]. positions: int32
-    [batch]; block_tables: int32 [batch, blocks]. A program computes `config.rows` pairs of rows that RoPE turns
-    together; with a q/k norm all pairs of a head.
+    [batch]; block_tables: int32 [batch, blocks]. A program computes 8 pairs of rows that RoPE turns together; with
+    a q/k norm all pairs of a head, 8 after 8.
     """
     kv_heads, block_size, head_dim = key_cache.shape[1:]
     batch, hidden_size = scaled.shape
-    half = head_dim // 2
-    pairs = triton.next_power_of_2(half) if qk_norm is not None else config.rows
-    chunks = triton.cdiv(half, pairs)
     heads = segments.rows[0] // head_dim
+    chunks = 1 if qk_norm is not None else head_dim // 16
     _project_rope_kernel[((heads + 2 * kv_heads) * chunks,)](
         latents, latents.stride(0), scaled, squares, squares.shape[1], hidden_size, eps, arena, batch,
         *segments.offsets, *segments.widths, *segments.in_offsets,
         bias, qk_norm, rotation, q, key_cache, value_cache, positions, block_tables, block_tables.stride(0),
         heads, kv_heads, key_cache.stride(0),
-        PAIRS=pairs, CHUNKS=chunks, VECTOR=config.vector, SLICES=config.num_warps, AHEAD=config.ahead,
-        BLOCK_K=config.block_k,
-        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, NUM_SQUARES=triton.next_power_of_2(squares.shape[1]),
-        HAS_BIAS=bias is not None, QK_NORM=qk_norm is not None, ANY_DENSE=min(segments.in_offsets) < 0, PDL=pdl,
-        num_warps=config.num_warps, launch_pdl=pdl,
+        PROGRAMS=chunks, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, NUM_SQUARES=triton.next_power_of_2(squares.shape[1]),
+        HAS_BIAS=bias is not None, QK_NORM=qk_norm is not None, ANY_DENSE=min(segments.in_offsets) < 0,
+        PDL=pdl, launch_pdl=pdl, **config.arguments(*segments.widths),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _project_rope_kernel(
     latents, latents_stride, scaled, squares, num_squares, hidden_size, eps, arena, batch,
     offset_q, offset_k, offset_v, K_q, K_k, K_v, in_q, in_k, in_v,
     bias, qk_norm, rotation, q, key_cache, value_cache, positions, block_tables, table_stride,
     heads, kv_heads, cache_stride,
-    PAIRS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    PROGRAMS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, ANY_DENSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
-    COLUMNS: tl.constexpr = 1 if VECTOR else 8
-    head = tl.program_id(0) // CHUNKS
-    pair = tl.program_id(0) % CHUNKS * PAIRS + tl.arange(0, PAIRS)
-    mask = pair < HALF
+    CHUNKS: tl.constexpr = HALF // 8 // PROGRAMS
+    head = tl.program_id(0) // PROGRAMS
+    first_pair = tl.program_id(0) % PROGRAMS * 8
     offset, K, in_offset, head_in = tl.cast(offset_q, tl.int64), K_q, in_q, head
     if head >= heads + kv_heads:
         offset, K, in_offset = tl.cast(offset_v, tl.int64), K_v, in_v
@@ -81,52 +75,79 @@ def _project_rope_kernel(
     elif head >= heads:
         offset, K, in_offset = tl.cast(offset_k, tl.int64), K_k, in_k
         head_in = head - heads
-    rows = head_in * HEAD_DIM + pair
-    tiles1 = load_tiles(arena, offset, rows, mask, 0, K, K, VECTOR, SLICES, BLOCK_K, AHEAD)
-    tiles2 = load_tiles(arena, offset, rows + HALF, mask, 0, K, K, VECTOR, SLICES, BLOCK_K, AHEAD)
+    row = head_in * HEAD_DIM + first_pair
+    rows1 = tile_rows(arena + offset, row, row + HALF, K, SLICES)
+    rows2 = tile_rows(arena + offset, row + HALF, row + HEAD_DIM, K, SLICES)
+    tiles1 = load_tiles(rows1, 0, K, SLICES, AHEAD, EVEN)
+    tiles2 = load_tiles(rows2, 0, K, SLICES, AHEAD, EVEN)
+    column = tl.arange(0, 8)
+    position = tl.load(positions + column, mask=column < batch, other=0)
+    table = block_tables + column * table_stride + position // BLOCK_SIZE
+    block = tl.load(table, mask=column < batch, other=0).to(tl.int64)
+    angle = rotation + position[None, :] * HEAD_DIM + first_pair + tl.arange(0, 8)[:, None]
+    cos, sin = tl.load(angle), tl.load(angle + HALF)
     wait_for_inputs(PDL)
     x, stride = latents + in_offset, latents_stride
     if ANY_DENSE:
+        square_sums = load_squares(squares, num_squares, batch, NUM_SQUARES)
         if in_offset < 0:
             x, stride = scaled, hidden_size
-    first, second = gemv_pair(
-        arena, offset, rows, x, stride, K, tiles1, offset, rows + HALF, x, stride, K, tiles2, mask, batch,
-        PAIRS, VECTOR, SLICES, BLOCK_K, AHEAD,
-    )  # fmt: skip
-    if ANY_DENSE:
-        if in_offset < 0:
-            scale = norm_scale(squares, num_squares, hidden_size, eps, batch, COLUMNS, NUM_SQUARES)[None, :]
-            first, second = first * scale, second * scale
-    if HAS_BIAS:
-        first += tl.load(bias + head * HEAD_DIM + pair, mask=mask, other=0.0)[:, None]
-        second += tl.load(bias + head * HEAD_DIM + HALF + pair, mask=mask, other=0.0)[:, None]
-    column = tl.arange(0, COLUMNS)
-    position = tl.load(positions + column, mask=column < batch, other=0)
-    store_mask = mask[:, None] & (column < batch)[None, :]
-    if head < heads + kv_heads:
-        if QK_NORM:
-            norm = qk_norm + tl.where(head < heads, 0, HEAD_DIM)
-            squared = tl.where(mask[:, None], first * first + second * second, 0.0)
-            inverse = tl.rsqrt(tl.sum(squared, axis=0) / HEAD_DIM + eps)[None, :]
-            first = first * inverse * tl.load(norm + pair, mask=mask, other=0.0)[:, None]
-            second = second * inverse * tl.load(norm + HALF + pair, mask=mask, other=0.0)[:, None]
-        angle = rotation + position[None, :] * HEAD_DIM + pair[:, None]
-        cos = tl.load(angle, mask=mask[:, None], other=0.0)
-        sin = tl.load(angle + HALF, mask=mask[:, None], other=0.0)
-        first, second = first * cos - second * sin, second * cos + first * sin
-    if head < heads:
-        pointers = q + column[None, :] * (heads * HEAD_DIM) + head * HEAD_DIM + pair[:, None]
+    firsts, seconds, squared = (), (), tl.zeros([8], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        if chunk > 0:
+            rows1 += 8 * K
+            rows2 += 8 * K
+            tiles1 = load_tiles(rows1, 0, K, SLICES, AHEAD, EVEN)
+            tiles2 = load_tiles(rows2, 0, K, SLICES, AHEAD, EVEN)
+        first, second = gemv(
+            tiles1,
+            rows1,
+            x,
+            stride,
+            K,
+            tiles2,
+            rows2,
+            x,
+            stride,
+            K,
+            0,
+            batch,
+            True,
+            True,
+            SLICES,
+            AHEAD,
+            EVEN,
+        )
+        if ANY_DENSE:
+            if in_offset < 0:
+                scale = norm_scale(square_sums, hidden_size, eps)
+                first, second = first * scale, second * scale
+        if HAS_BIAS:
+            pair = head * HEAD_DIM + first_pair + chunk * 8 + tl.arange(0, 8)
+            first += tl.load(bias + pair)[:, None]
+            second += tl.load(bias + HALF + pair)[:, None]
+        squared += tl.sum(first * first + second * second, axis=0)
+        firsts, seconds = firsts + (first,), seconds + (second,)
+    for chunk in tl.static_range(CHUNKS):
+        first, second = firsts[chunk], seconds[chunk]
+        pair = first_pair + chunk * 8 + tl.arange(0, 8)
+        if head < heads + kv_heads:
+            if QK_NORM:
+                norm = qk_norm + tl.where(head < heads, 0, HEAD_DIM)
+                inverse = tl.rsqrt(squared / HEAD_DIM + eps)[None, :]
+                first = first * inverse * tl.load(norm + pair)[:, None]
+                second = second * inverse * tl.load(norm + HALF + pair)[:, None]
+            if chunk > 0:
+                cos, sin = tl.load(angle + chunk * 8), tl.load(angle + HALF + chunk * 8)
+            first, second = first * cos - second * sin, second * cos + first * sin
+        if head < heads:
+            pointers = q + column[None, :] * (heads * HEAD_DIM) + head * HEAD_DIM + pair[:, None]
+        else:
+            place = block * cache_stride + (head_in * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+            cache = key_cache
+            if head >= heads + kv_heads:
+                cache = value_cache
+            pointers = cache + place[None, :] + pair[:, None]
+        store_mask = (column < batch)[None, :]
         tl.store(pointers, first.to(q.dtype.element_ty), mask=store_mask)
         tl.store(pointers + HALF, second.to(q.dtype.element_ty), mask=store_mask)
-    else:
-        table = block_tables + column * table_stride + position // BLOCK_SIZE
-        block = tl.load(table, mask=column < batch, other=0).to(tl.int64)
-        place = block * cache_stride + (head_in * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
-        if head < heads + kv_heads:
-            pointers = key_cache + place[None, :] + pair[:, None]
-            tl.store(pointers, first.to(key_cache.dtype.element_ty), mask=store_mask)
-            tl.store(pointers + HALF, second.to(key_cache.dtype.element_ty), mask=store_mask)
-        else:
-            pointers = value_cache + place[None, :] + pair[:, None]
-            tl.store(pointers, first.to(value_cache.dtype.element_ty), mask=store_mask)
-            tl.store(pointers + HALF, second.to(value_cache.dtype.element_ty), mask=store_mask)

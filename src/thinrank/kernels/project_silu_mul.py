@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv import gemv_pair, load_tiles, norm_scale, wait_for_inputs
+from .gemv import gemv, load_squares, load_tiles, norm_scale, tile_rows, wait_for_inputs
 from .segments import Segments
 from .tuning import GemvConfig
 
@@ -32,31 +32,30 @@ def project_silu_mul(
     """
     rows = segments.rows[0]
     batch, hidden_size = scaled.shape
-    _project_silu_mul_kernel[(triton.cdiv(rows, config.rows),)](
+    _project_silu_mul_kernel[(triton.cdiv(rows, 8),)](
         latents, latents.stride(0), scaled, squares, squares.shape[1], hidden_size, eps, arena, rows, batch,
         *segments.offsets[:2], *segments.widths[:2], *segments.in_offsets[:2], bias, out, out.stride(0),
-        ROWS=config.rows, VECTOR=config.vector, SLICES=config.num_warps, BLOCK_K=config.block_k, AHEAD=config.ahead,
-        NUM_SQUARES=triton.next_power_of_2(squares.shape[1]), HAS_BIAS=bias is not None, PDL=pdl,
+        NUM_SQUARES=triton.next_power_of_2(squares.shape[1]), HAS_BIAS=bias is not None,
         DENSE0=segments.in_offsets[0] < 0, DENSE1=segments.in_offsets[1] < 0,
-        num_warps=config.num_warps, launch_pdl=pdl,
+        PDL=pdl, launch_pdl=pdl, **config.arguments(*segments.widths[:2]),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _project_silu_mul_kernel(
     latents, latents_stride, scaled, squares, num_squares, hidden_size, eps, arena, num_rows, batch,
     offset0, offset1, K0, K1, in0, in1, bias, out, out_stride,
-    ROWS: tl.constexpr, VECTOR: tl.constexpr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
-    NUM_SQUARES: tl.constexpr,
+    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, NUM_SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr, PDL: tl.constexpr, DENSE0: tl.constexpr, DENSE1: tl.constexpr,
 ):  # fmt: skip
-    COLUMNS: tl.constexpr = 1 if VECTOR else 8
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_mask = rows < num_rows
-    offset0, offset1 = tl.cast(offset0, tl.int64), tl.cast(offset1, tl.int64)
-    tiles0 = load_tiles(arena, offset0, rows, row_mask, 0, K0, K0, VECTOR, SLICES, BLOCK_K, AHEAD)
-    tiles1 = load_tiles(arena, offset1, rows, row_mask, 0, K1, K1, VECTOR, SLICES, BLOCK_K, AHEAD)
+    first_row = tl.program_id(0) * 8
+    gate_rows = tile_rows(arena + tl.cast(offset0, tl.int64), first_row, num_rows, K0, SLICES)
+    up_rows = tile_rows(arena + tl.cast(offset1, tl.int64), first_row, num_rows, K1, SLICES)
+    gate_tiles = load_tiles(gate_rows, 0, K0, SLICES, AHEAD, EVEN)
+    up_tiles = load_tiles(up_rows, 0, K1, SLICES, AHEAD, EVEN)
     wait_for_inputs(PDL)
+    if DENSE0 or DENSE1:
+        square_sums = load_squares(squares, num_squares, batch, NUM_SQUARES)
     if DENSE0:
         x0, stride0 = scaled, hidden_size
     else:
@@ -65,20 +64,22 @@ def _project_silu_mul_kernel(
         x1, stride1 = scaled, hidden_size
     else:
         x1, stride1 = latents + in1, latents_stride
-    gate, up = gemv_pair(
-        arena, offset0, rows, x0, stride0, K0, tiles0, offset1, rows, x1, stride1, K1, tiles1, row_mask, batch,
-        ROWS, VECTOR, SLICES, BLOCK_K, AHEAD,
+    gate, up = gemv(
+        gate_tiles, gate_rows, x0, stride0, K0, up_tiles, up_rows, x1, stride1, K1, 0, batch,
+        True, DENSE0 and DENSE1, SLICES, AHEAD, EVEN,
     )  # fmt: skip
     if DENSE0 or DENSE1:
-        scale = norm_scale(squares, num_squares, hidden_size, eps, batch, COLUMNS, NUM_SQUARES)[None, :]
+        scale = norm_scale(square_sums, hidden_size, eps)
         if DENSE0:
             gate *= scale
         if DENSE1:
             up *= scale
+    row, column = first_row + tl.arange(0, 8), tl.arange(0, 8)
     if HAS_BIAS:
-        gate += tl.load(bias + rows, mask=row_mask, other=0.0)[:, None]
-        up += tl.load(bias + num_rows + rows, mask=row_mask, other=0.0)[:, None]
+        gate += tl.load(bias + row, mask=row < num_rows, other=0.0)[:, None]
+        up += tl.load(bias + num_rows + row, mask=row < num_rows, other=0.0)[:, None]
     result = gate / (1.0 + tl.exp(-gate)) * up
-    column = tl.arange(0, COLUMNS)
-    pointers = out + column[None, :] * out_stride + rows[:, None]
-    tl.store(pointers, result.to(out.dtype.element_ty), mask=row_mask[:, None] & (column < batch)[None, :])
+    pointers = out + column[None, :] * out_stride + row[:, None]
+    tl.store(
+        pointers, result.to(out.dtype.element_ty), mask=(row < num_rows)[:, None] & (column < batch)[None, :]
+    )

@@ -7,7 +7,8 @@ memory at fixed addresses, so that one captured graph serves every step. Knows n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -15,22 +16,23 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import UnsupportedModelError
-from ..kernels import reference as ops
+from ..kernels.add_rms_norm import add_rms_norm
 from ..kernels.decode_attention import DecodeWorkspace, decode_attention, decode_attention_workspace
 from ..kernels.embed import embed
 from ..kernels.gemv import SQUARES_GROUP
 from ..kernels.greedy import greedy, greedy_workspace
 from ..kernels.norm_project import norm_project
-from ..kernels.prefill_attention import prefill_attention
 from ..kernels.project import project, project_residual
 from ..kernels.project_rope import project_rope
 from ..kernels.project_silu_mul import project_silu_mul
+from ..kernels.sample import RowSampling, SampleWorkspace, sample
 from ..kernels.segments import Segments
-from ..kernels.tuning import GemvConfig, gemv_config
+from ..kernels.tuning import GemvConfig, Launch, LaunchSettings
 from ..kernels.workspace import SplitWorkspace
 from .batch import ForwardBatch, KVLayer
 from .layers import TensorSource
-from .packing import ALIGNMENT, ArenaBuilder, Matrix, PackedLayer, PackedProjections, padded
+from .packing import ALIGNMENT, ArenaBuilder, Matrix, PackedLayer, PackedProjections
+from .prefill import PrefillLayer, prefill
 from .rope import RotaryEmbedding
 
 #: Batch sizes that a decode step is built for; a smaller batch is padded to the next one.
@@ -46,8 +48,9 @@ class DecodeState:
 
     token_ids: int64 [batch], the last token of each row; replaced by the next one. positions: int32 [batch], where
     it stands; context_lens: int32 [batch], positions + 1. block_tables: int32 [batch, blocks]. history: int64
-    [HISTORY_SLOTS, batch]: the token at position p is also in slot p % HISTORY_SLOTS. logits: float32 [batch,
-    vocab_size] of the last step. The rest is scratch.
+    [HISTORY_SLOTS, batch]: the token at position p is also in slot p % HISTORY_SLOTS, -1 there if the logits were
+    undefined. logits: float32 [batch, vocab_size] of the last step. sampling: how each row chooses. The rest is
+    scratch.
     """
 
     token_ids: Tensor
@@ -66,6 +69,8 @@ class DecodeState:
     splits: SplitWorkspace
     attention_workspace: DecodeWorkspace
     greedy_workspace: tuple[Tensor, ...]
+    sampling: RowSampling
+    sample_workspace: SampleWorkspace
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +85,7 @@ class PackedDecoder:
     lm_head: Matrix
     rotation: Tensor
     pdl: bool
-    batch_invariant: bool = False
+    launch_settings: LaunchSettings = field(default_factory=LaunchSettings)
 
     @staticmethod
     def build(
@@ -174,6 +179,8 @@ class PackedDecoder:
             splits=SplitWorkspace.allocate(config.vocab_size, 8, device),
             attention_workspace=decode_attention_workspace(batch_size, heads, kv_heads, head_dim, device),
             greedy_workspace=greedy_workspace(batch_size, config.vocab_size, device),
+            sampling=RowSampling.allocate(batch_size, device),
+            sample_workspace=SampleWorkspace.allocate(batch_size, config.vocab_size, device),
         )
 
     def decode_step(self, state: DecodeState, kv_cache: Sequence[KVLayer]) -> None:
@@ -181,51 +188,94 @@ class PackedDecoder:
 
         Reads and writes device memory only, allocates nothing, and launches the same kernels every time.
         """
-        config, pdl = self.config, self.pdl
-        eps, arena = config.rms_norm_eps, self.arena
+        assert len(kv_cache) == len(self.layers)
+        self.embed_step(state)
+        for index, cache in enumerate(kv_cache):
+            self.layer_step(state, index, cache)
+        self.head_step(state)
+
+    def embed_step(self, state: DecodeState) -> None:
+        """Begin the residual stream with the last token of each row."""
         embed(
             state.token_ids, self.embed_tokens, self.layers[0].input_layernorm,
-            state.hidden, state.scaled, state.squares, pdl=pdl,
+            state.hidden, state.scaled, state.squares, pdl=self.pdl,
         )  # fmt: skip
-        next_norms = [layer.input_layernorm for layer in self.layers[1:]] + [self.norm]
-        for layer, cache, next_norm in zip(self.layers, kv_cache, next_norms, strict=True):
-            self._latents(state, layer.qkv)
-            segments = layer.qkv.factor_out
-            project_rope(
-                state.latents, state.scaled, state.squares, eps, arena, segments, layer.qkv.bias, layer.qk_norm,
-                self.rotation, state.queries, cache.keys, cache.values, state.positions, state.block_tables,
-                config=self._settings(
-                    state, "project_rope" if layer.qk_norm is None else "project_head_rope",
-                    sum(segments.rows), max(segments.widths),
-                ), pdl=pdl,
-            )  # fmt: skip
-            decode_attention(
-                state.queries.view(len(state.queries), config.num_attention_heads, config.head_dim),
-                cache.keys, cache.values, state.block_tables, state.context_lens, scale=config.head_dim**-0.5,
-                window=layer.sliding_window, out=state.attended, workspace=state.attention_workspace, pdl=pdl,
-            )  # fmt: skip
-            self._add(state, layer.o, state.attended, layer.post_attention_layernorm)
-            self._latents(state, layer.gate_up)
-            segments = layer.gate_up.factor_out
-            project_silu_mul(
-                state.latents, state.scaled, state.squares, eps, arena, segments, layer.gate_up.bias,
-                state.activated,
-                config=self._settings(state, "project_silu_mul", segments.rows[0], max(segments.widths)), pdl=pdl,
-            )  # fmt: skip
-            self._add(state, layer.down, state.activated, next_norm)
+
+    def layer_step(self, state: DecodeState, index: int, cache: KVLayer) -> None:
+        """One decoder layer."""
+        self.qkv_step(state, index, cache)
+        self.attention_step(state, index, cache)
+        self.output_step(state, index)
+        self.gate_up_step(state, index)
+        self.down_step(state, index)
+
+    def qkv_step(self, state: DecodeState, index: int, cache: KVLayer) -> None:
+        """Queries of the token into the state, its key and value into the cache."""
+        layer = self.layers[index]
+        self._latents(state, layer.qkv)
+        segments = layer.qkv.factor_out
+        project_rope(
+            state.latents, state.scaled, state.squares, self.config.rms_norm_eps, self.arena, segments,
+            layer.qkv.bias, layer.qk_norm, self.rotation, state.queries, cache.keys, cache.values,
+            state.positions, state.block_tables,
+            config=self.settings("project_rope", sum(segments.rows), max(segments.widths)), pdl=self.pdl,
+        )  # fmt: skip
+
+    def attention_step(self, state: DecodeState, index: int, cache: KVLayer) -> None:
+        """Attention of the queries over the cache."""
+        config = self.config
+        decode_attention(
+            state.queries.view(len(state.queries), config.num_attention_heads, config.head_dim),
+            cache.keys, cache.values, state.block_tables, state.context_lens, scale=config.head_dim**-0.5,
+            window=self.layers[index].sliding_window, out=state.attended, workspace=state.attention_workspace,
+            pdl=self.pdl,
+        )  # fmt: skip
+
+    def output_step(self, state: DecodeState, index: int) -> None:
+        """Add what attention gave to the residual stream."""
+        layer = self.layers[index]
+        self._add(state, layer.o, state.attended, layer.post_attention_layernorm)
+
+    def gate_up_step(self, state: DecodeState, index: int) -> None:
+        """The MLP's inner vector into the state."""
+        layer = self.layers[index]
+        self._latents(state, layer.gate_up)
+        segments = layer.gate_up.factor_out
+        project_silu_mul(
+            state.latents, state.scaled, state.squares, self.config.rms_norm_eps, self.arena, segments,
+            layer.gate_up.bias, state.activated,
+            config=self.settings("project_silu_mul", segments.rows[0], max(segments.widths)),
+            pdl=self.pdl,
+        )  # fmt: skip
+
+    def down_step(self, state: DecodeState, index: int) -> None:
+        """Add what the MLP gave to the residual stream; the next norm is the next layer's or the last one."""
+        last = index + 1 == len(self.layers)
+        next_norm = self.norm if last else self.layers[index + 1].input_layernorm
+        self._add(state, self.layers[index].down, state.activated, next_norm)
+
+    def head_step(self, state: DecodeState) -> None:
+        """Logits, the most likely token, and the state advanced to it."""
         head = Segments.of([(self.lm_head.offset, self.lm_head.rows, self.lm_head.width, 0, 0)])
         norm_project(
-            state.scaled, state.squares, eps, arena, head, state.logits, state.splits,
-            config=self._settings(state, "norm_project", self.lm_head.rows, self.lm_head.width), pdl=pdl,
+            state.scaled, state.squares, self.config.rms_norm_eps, self.arena, head, state.logits, state.splits,
+            config=self.settings("norm_project", self.lm_head.rows, self.lm_head.width), pdl=self.pdl,
         )  # fmt: skip
         greedy(
             state.logits, state.token_ids, state.positions, state.context_lens, state.history,
-            state.greedy_workspace, pdl=pdl,
+            state.greedy_workspace, pdl=self.pdl,
         )  # fmt: skip
 
-    def _settings(self, state: DecodeState, op: str, rows: int, width: int) -> GemvConfig:
-        """Launch settings of an op; batch 1 has its own way to multiply unless results must not depend on it."""
-        return gemv_config(op, rows, width, vector=len(state.token_ids) == 1 and not self.batch_invariant)
+    def sample_step(self, state: DecodeState) -> None:
+        """After `decode_step`: replace the most likely token in the rows that sample. As `decode_step` otherwise."""
+        sample(
+            state.logits, state.token_ids, state.positions, state.history, state.sampling,
+            state.sample_workspace, pdl=self.pdl,
+        )  # fmt: skip
+
+    def settings(self, op: str, rows: int, width: int) -> GemvConfig:
+        """Launch settings of an op for a matrix of `rows` x `width`, whatever the batch."""
+        return self.launch_settings.config(Launch(op, rows, width))
 
     def _latents(self, state: DecodeState, packed: PackedProjections) -> None:
         """The first step of projections that read the normed residual stream; nothing if all are dense."""
@@ -234,7 +284,7 @@ class PackedDecoder:
         rows = sum(packed.factor_in.rows)
         norm_project(
             state.scaled, state.squares, self.config.rms_norm_eps, self.arena, packed.factor_in, state.latents,
-            state.splits, config=self._settings(state, "norm_project", rows, self.config.hidden_size), pdl=self.pdl,
+            state.splits, config=self.settings("norm_project", rows, self.config.hidden_size), pdl=self.pdl,
         )  # fmt: skip
 
     def _add(self, state: DecodeState, packed: PackedProjections, x: Tensor, next_norm: Tensor) -> None:
@@ -243,14 +293,14 @@ class PackedDecoder:
             matrix = packed.inputs[0]
             project(
                 x, self.arena, matrix.offset, matrix.rows, matrix.width, state.latents, state.splits,
-                config=self._settings(state, "project", matrix.rows, matrix.width), pdl=self.pdl,
+                config=self.settings("project", matrix.rows, matrix.width), pdl=self.pdl,
             )  # fmt: skip
             x = state.latents
         matrix = packed.outputs[0]
         project_residual(
             x, self.arena, matrix.offset, matrix.rows, matrix.width, packed.bias, state.hidden, next_norm,
             state.scaled, state.squares, state.splits,
-            config=self._settings(state, "project_residual", matrix.rows, matrix.width), pdl=self.pdl,
+            config=self.settings("project_residual", matrix.rows, matrix.width), pdl=self.pdl,
         )  # fmt: skip
 
     # Prefill
@@ -268,85 +318,18 @@ class PackedDecoder:
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[KVLayer] | None = None) -> Tensor:
         """The residual stream after the last layer: float32 [tokens, hidden_size]."""
         hidden = F.embedding(batch.token_ids, self.embed_tokens).float()
-        cos, sin = self.rotation[batch.positions].unbind(1)
-        for index, layer in enumerate(self.layers):
-            cache = None if kv_cache is None else kv_cache[index]
-            hidden += self._attention(hidden, layer, batch, cache, (cos, sin))
-            gate, up = self._project(self._normed(hidden, layer.post_attention_layernorm), layer.gate_up)
-            hidden += self._project(ops.silu_mul(gate, up), layer.down)[0]
+        prefill(self.config, self._prefill_layers, self.rotation, hidden, batch, kv_cache, self.dtype)
         return hidden
 
     def head(self, hidden: Tensor) -> Tensor:
         """The final norm and `lm_head`: float32 [rows, hidden_size] -> float32 logits [rows, vocab_size]."""
-        return F.linear(self._normed(hidden, self.norm), self.lm_head.view(self.arena)).float()
+        normed = torch.empty(hidden.shape, dtype=self.dtype, device=self.device)
+        add_rms_norm(hidden, None, None, self.norm, self.config.rms_norm_eps, normed)
+        return F.linear(normed, self.lm_head.view(self.arena)).float()
 
-    def _normed(self, hidden: Tensor, norm: Tensor) -> Tensor:
-        return ops.rms_norm(hidden, norm, self.config.rms_norm_eps).to(self.dtype)
-
-    def _project(self, x: Tensor, packed: PackedProjections) -> list[Tensor]:
-        """All projections of x [tokens, in], each [tokens, rows] in the weights' dtype."""
-        if packed.inputs:
-            latents = self._first_step(x, packed.inputs)
-            sources = [
-                latents[:, start : start + matrix.width] if start >= 0 else x
-                for start, matrix in zip(packed.in_offsets, packed.outputs, strict=True)
-            ]
-        else:
-            sources = [x] * len(packed.outputs)
-        outputs = [
-            F.linear(source, matrix.view(self.arena))
-            for source, matrix in zip(sources, packed.outputs, strict=True)
-        ]
-        if packed.bias is not None:
-            biases = packed.bias.split([matrix.rows for matrix in packed.outputs])
-            outputs = [output + bias.to(output.dtype) for output, bias in zip(outputs, biases, strict=True)]
-        return outputs
-
-    def _first_step(self, x: Tensor, inputs: tuple[Matrix, ...]) -> Tensor:
-        """Latents [tokens, sum of padded ranks]; one GEMM where the matrices lie one after the other."""
-        counts = [padded(matrix.rows) for matrix in inputs]
-        adjacent = all(
-            before.offset + count * before.width == after.offset
-            for before, count, after in zip(inputs, counts, inputs[1:], strict=False)
-        )
-        if adjacent:
-            return F.linear(x, inputs[0].view(self.arena, sum(counts)))
-        parts = [F.linear(x, m.view(self.arena, count)) for m, count in zip(inputs, counts, strict=True)]
-        return torch.cat(parts, dim=1)
-
-    def _attention(
-        self,
-        hidden: Tensor,
-        layer: PackedLayer,
-        batch: ForwardBatch,
-        cache: KVLayer | None,
-        rotation: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        config = self.config
-        heads = [
-            part.unflatten(-1, (-1, config.head_dim))
-            for part in self._project(self._normed(hidden, layer.input_layernorm), layer.qkv)
-        ]
-        q, k, v = (head.float() for head in heads)
-        if layer.qk_norm is not None:
-            q, k = (
-                ops.rms_norm(x, w, config.rms_norm_eps) for x, w in zip((q, k), layer.qk_norm, strict=True)
-            )
-        q, k = ops.apply_rope(q, *rotation).to(self.dtype), ops.apply_rope(k, *rotation).to(self.dtype)
-        scale, window = config.head_dim**-0.5, layer.sliding_window
-        if cache is not None and batch.paged is not None:
-            ops.write_kv(k, v, cache.keys, cache.values, batch.paged.slots)
-        if batch.paged is None or batch.paged.context_lens == batch.query_lens:
-            out = ops.attention(q, k, heads[2], batch.query_lens, scale, window)
-        else:
-            assert cache is not None, "a paged batch needs the cache that its slots refer to"
-            starts = torch.tensor([0, *batch.query_lens], device=q.device).cumsum(0).int()
-            out = prefill_attention(
-                q, cache.keys, cache.values, batch.paged.block_tables.int(), starts,
-                torch.tensor(batch.paged.context_lens, dtype=torch.int32, device=q.device),
-                max_query_len=max(batch.query_lens), scale=scale, window=window, out=torch.empty_like(q.flatten(1)),
-            )  # fmt: skip
-        return self._project(out.reshape(len(q), -1).to(self.dtype), layer.o)[0]
+    @cached_property
+    def _prefill_layers(self) -> tuple[PrefillLayer, ...]:
+        return tuple(PrefillLayer.of(layer, self.arena) for layer in self.layers)
 
 
 def _check_sizes(config: ModelConfig) -> None:
