@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinrank.config import SamplingParams
-from thinrank.engine.sampler import sample
+from thinrank.engine.sampler import chosen_on_device, sample
 from thinrank.engine.sequence import Sequence
 
 VOCAB = 23
@@ -110,3 +110,20 @@ def test_logprobs_are_the_models_own() -> None:
     assert [entry.rank for entry in best] == [1, 2, 3]
     assert chosen.rank == int((expected > expected[chosen.token_id]).sum()) + 1
     assert sample(row, [sequence()])[1] == [None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"temperature": 0}, True),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, True),
+        ({"logprobs": 0}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"frequency_penalty": -0.1}, False),
+        ({"min_tokens": 3}, False),
+        ({"min_tokens": 2}, True),  # two tokens are there
+    ],
+)
+def test_what_the_device_can_choose(settings: dict[str, Any], expected: bool) -> None:
+    assert chosen_on_device(sequence([1], [5, 6], **settings)) == expected

@@ -149,6 +149,25 @@ def test_philox_uniform() -> None:
         assert not torch.equal(uniform, other)
 
 
+def test_weights_are_probabilities_as_integers() -> None:
+    logits = torch.tensor([[5.0, 4.0, float("-inf"), 5.0, -24.0, -25.0]])
+    weights = ops.token_weights(logits)
+    assert weights.dtype == torch.int64
+    expected = [2**42, int(2**42 * math.exp(-1)), 0, 2**42, 1, 0]  # exp(-29) * 2^42 = 1.1
+    assert weights.tolist() == [expected]
+    assert torch.equal(ops.token_weights(logits - 7), weights)
+
+
+@pytest.mark.parametrize("count", [3, 7, 10, 49, 1000])
+def test_top_p_of_equals_is_exact(count: int) -> None:
+    """k of n equals reach k/n, without one more for the rounding of a sum. p is what float32 makes of k/n."""
+    kept = count // 2
+    p = torch.tensor([kept / count])
+    p = p if float(p) <= kept / count else p.nextafter(torch.zeros(1))
+    out = ops.filter_logits(torch.zeros(1, count), torch.tensor([0]), p, torch.zeros(1))
+    assert out.isfinite().sum() == kept and out[0, :kept].isfinite().all()
+
+
 def naive_filter(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
     order = sorted(range(len(logits)), key=lambda i: -logits[i])
     order = order[:top_k] if top_k > 0 else order

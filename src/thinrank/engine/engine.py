@@ -18,7 +18,7 @@ from ..errors import OptionError, RequestError
 from ..model.batch import ForwardBatch, PagedContext
 from ..model.decoder import Decoder
 from .kv_cache import BlockPool, allocate_kv_cache, blocks_for, num_kv_blocks
-from .sampler import sample, takes_most_likely
+from .sampler import chosen_on_device, sample
 from .scheduler import Scheduled, Scheduler
 from .sequence import Sequence, TokenLogprob, TokenOutput
 
@@ -92,7 +92,7 @@ class Engine:
             return []
         if self.graphs is not None and all(item.decodes for item in scheduled):
             return self._decode([item.sequence for item in scheduled], self.graphs)
-        batch = _build_batch(scheduled, self.decoder.device)
+        batch = build_batch(scheduled, self.decoder.device)
         logits = self.decoder(batch, self.kv_cache, _sampled_rows(scheduled, self.decoder.device))
         sampling = [item.sequence for item in scheduled if item.samples]
         for sequence, num_tokens in scheduled:
@@ -117,18 +117,17 @@ class Engine:
         for start in range(0, len(sequences), graphs.max_rows):
             group = sequences[start : start + graphs.max_rows]
             graph = graphs.for_rows(len(group))
-            greedy = all(takes_most_likely(sequence) for sequence in group)
-            alone = len(sequences) == len(group)
-            roomy = all(len(sequence.token_ids) + 1 < sequence.max_len for sequence in group)
-            token_ids = graph.step(group, ahead=greedy and alone and roomy)
+            logprobs: list[tuple[TokenLogprob, ...] | None] = [None] * len(group)
+            if all(chosen_on_device(sequence) for sequence in group):
+                alone = len(sequences) == len(group)
+                roomy = all(len(sequence.token_ids) + 1 < sequence.max_len for sequence in group)
+                token_ids = graph.step(group, ahead=alone and roomy)
+            else:
+                token_ids, logprobs = sample(graph.forward(group), group)
+                graph.replace_tokens(token_ids)
             for sequence in group:
                 sequence.num_computed += 1
-            if greedy:
-                outputs += self._append(group, token_ids, [None] * len(group))
-            else:
-                chosen, logprobs = sample(graph.state.logits[: len(group)], group)
-                graph.replace_tokens(chosen)
-                outputs += self._append(group, chosen, logprobs)
+            outputs += self._append(group, token_ids, logprobs)
         return outputs
 
     def _advance(self, sequences: list[Sequence], logits: Tensor) -> list[TokenOutput]:
@@ -195,27 +194,20 @@ def _sampled_rows(scheduled: list[Scheduled], device: torch.device) -> Tensor | 
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def _build_batch(scheduled: list[Scheduled], device: torch.device) -> ForwardBatch:
+def build_batch(scheduled: list[Scheduled], device: torch.device) -> ForwardBatch:
     """The pending tokens of each sequence, with the cache blocks that they attend to."""
 
-    def tensor(values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    ends = [item.sequence.num_computed + item.num_tokens for item in scheduled]
+    width = blocks_for(max(ends))
+    tables = torch.tensor([(item.sequence.block_table + [0] * width)[:width] for item in scheduled])
     token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    context_lens: list[int] = []
-    for sequence, num_tokens in scheduled:
-        start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        token_ids += sequence.token_ids[start:end]
-        positions += range(start, end)
-        slots += (
-            sequence.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            for position in range(start, end)
-        )
-        context_lens.append(end)
-    width = blocks_for(max(context_lens))
-    tables = [(item.sequence.block_table + [0] * width)[:width] for item in scheduled]
-    paged = PagedContext(tuple(context_lens), tensor(tables), tensor(slots))
-    query_lens = tuple(item.num_tokens for item in scheduled)
-    return ForwardBatch(tensor(token_ids), tensor(positions), query_lens, paged)
+    positions, slots = [], []
+    for (sequence, num_tokens), end, table in zip(scheduled, ends, tables, strict=True):
+        token_ids += sequence.token_ids[end - num_tokens : end]
+        position = torch.arange(end - num_tokens, end)
+        positions.append(position)
+        slots.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+    # Together, so that the device waits for the host once.
+    tokens = torch.stack([torch.tensor(token_ids), torch.cat(positions), torch.cat(slots)]).to(device)
+    paged = PagedContext(tuple(ends), tables.to(device), tokens[2])
+    return ForwardBatch(tokens[0], tokens[1], tuple(item.num_tokens for item in scheduled), paged)

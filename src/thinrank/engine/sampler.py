@@ -1,7 +1,8 @@
 """Chooses the next token of each row of logits, by that row's sampling parameters alone.
 
 Every random number is a function of (seed, index, position), so neither the batch nor the order in which
-requests arrive changes a sample. Knows nothing about the cache or the model.
+requests arrive changes a sample. This is the path of prefill, of a CPU, and of what the decode graphs leave to it
+(`chosen_on_device`). Knows nothing about the cache or the model.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ def sample(
     """
     best, token_ids = logits.max(-1)
     if not bool(best.isfinite().all()):
-        raise ThinrankError(
-            "the model computed infinite or undefined logits", "try dtype float32, or check the checkpoint"
-        )
+        raise undefined_logits()
     shaped = _shape(logits, sequences)
     if shaped is not logits:
         token_ids = shaped.argmax(-1)
@@ -44,21 +43,33 @@ def sample(
     ]
 
 
-def takes_most_likely(sequence: Sequence) -> bool:
-    """Whether the next token is the argmax of the logits as they are, and nothing else is asked for."""
-    params = sequence.params
-    return (
-        params.temperature == 0
-        and params.logprobs is None
-        and not _has_penalty(sequence)
-        and sequence.num_output_tokens >= params.min_tokens
+def undefined_logits() -> ThinrankError:
+    """What to raise when a row has no finite maximum."""
+    return ThinrankError(
+        "the model computed infinite or undefined logits", "try dtype float32, or check the checkpoint"
     )
+
+
+def chosen_on_device(sequence: Sequence) -> bool:
+    """Whether a decode graph can choose the next token, to the same result as `sample`.
+
+    Not with penalties, log-probabilities, or an ending that `min_tokens` holds back. Once it can, it can for the
+    rest of the sequence.
+    """
+    return (
+        sequence.params.logprobs is None and not _has_penalty(sequence) and not _holds_endings_back(sequence)
+    )
+
+
+def signed_seed(sequence: Sequence) -> int:
+    """The 64 bits of the seed as an int64 holds them."""
+    return sequence.seed - 2**64 if sequence.seed >= 2**63 else sequence.seed
 
 
 def _shape(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Logits after penalties and `min_tokens`; the same object when no row asks for either."""
     penalised = [row for row, sequence in enumerate(sequences) if _has_penalty(sequence)]
-    held = [row for row, s in enumerate(sequences) if s.num_output_tokens < s.params.min_tokens]
+    held = [row for row, sequence in enumerate(sequences) if _holds_endings_back(sequence)]
     if not penalised and not held:
         return logits
     logits = logits.clone()
@@ -74,6 +85,10 @@ def _shape(logits: Tensor, sequences: list[Sequence]) -> Tensor:
 def _has_penalty(sequence: Sequence) -> bool:
     params = sequence.params
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+
+
+def _holds_endings_back(sequence: Sequence) -> bool:
+    return sequence.num_output_tokens < sequence.params.min_tokens
 
 
 def _penalise(logits: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -116,8 +131,7 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
             _floats(logits, [p.min_p for p in params]),
         )
     uniform = ops.philox_uniform(
-        # int64 holds the seed's 64 bits, whatever their sign.
-        _ints(logits, [s.seed - 2**64 if s.seed >= 2**63 else s.seed for s in sequences]),
+        _ints(logits, [signed_seed(s) for s in sequences]),
         _ints(logits, [s.index for s in sequences]),
         _ints(logits, [len(s.token_ids) for s in sequences]),
     )

@@ -37,7 +37,8 @@ def greedy(
     logits: float32 [batch, vocab_size]. token_ids: int64 [batch]; positions, context_lens: int32 [batch].
     history: int64 [slots, batch]; the token also goes to slot `new position % slots`, so that the host can read it
     while the next step runs.
-    A NaN logit never wins. One launch: the last program of a row to arrive compares the others' results.
+    A row that has a NaN, or no finite maximum, gets -1 in the history, which tells the host, and some id as its token.
+    One launch: the last program of a row to arrive compares the others' results.
     """
     batch, vocab_size = logits.shape
     values, indices, arrived = workspace
@@ -58,7 +59,7 @@ def _greedy_kernel(
     chunk, row = tl.program_id(0), tl.program_id(1)
     columns = chunk * SIZE + tl.arange(0, SIZE)
     x = tl.load(logits + row * logits_stride + columns, mask=columns < vocab_size, other=float("-inf"))
-    x = tl.where(x == x, x, float("-inf"))
+    x = tl.where(x == x, x, float("inf"))
     best, index = tl.max(x, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(values + row * chunks + chunk, best)
     tl.store(indices + row * chunks + chunk, (chunk * SIZE + index).to(tl.int32))
@@ -66,11 +67,12 @@ def _greedy_kernel(
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == chunks - 1:
         c = tl.arange(0, CHUNKS)
         all_best = tl.load(values + row * chunks + c, mask=c < chunks, other=float("-inf"), volatile=True)
-        _, winner = tl.max(all_best, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        largest, winner = tl.max(all_best, axis=0, return_indices=True, return_indices_tie_break_left=True)
         token = tl.load(indices + row * chunks + winner, volatile=True).to(tl.int64)
         tl.store(token_ids + row, token)
         position = tl.load(positions + row) + 1
         tl.store(positions + row, position)
-        tl.store(history + position % SLOTS * tl.num_programs(1) + row, token)
+        defined = tl.abs(largest) < float("inf")
+        tl.store(history + position % SLOTS * tl.num_programs(1) + row, tl.where(defined, token, -1))
         tl.store(context_lens + row, tl.load(context_lens + row) + 1)
         tl.store(arrived + row, 0)

@@ -24,6 +24,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps)
 
 
+def add_rms_norm(
+    residual: Tensor, projection: Tensor | None, bias: Tensor | None, weight: Tensor, eps: float
+) -> Tensor:
+    """residual += projection + bias, in place, then `rms_norm` of the sum.
+
+    residual: float32 [..., features]. projection: the same shape in any float dtype, or None for nothing to add.
+    bias: [features] or None. Returns float32 of residual's shape.
+    """
+    if projection is not None:
+        residual += projection.float() if bias is None else projection.float() + bias
+    return rms_norm(residual, weight, eps)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """weight @ x + bias. x: [..., in]; weight: [out, in]; bias: [out]. Returns float32 [..., out]."""
     return F.linear(x.to(weight.dtype), weight, bias).float()
@@ -65,6 +78,42 @@ def write_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots
     block, row = slots // block_size, slots % block_size
     key_cache[block, :, row] = k.to(key_cache.dtype)
     value_cache[block, :, row] = v.to(value_cache.dtype)
+
+
+def rope_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    qk_norm: Tensor | None,
+    eps: float,
+    rotation: Tensor,
+    positions: Tensor,
+    key_cache: Tensor | None,
+    value_cache: Tensor | None,
+    slots: Tensor | None,
+) -> None:
+    """From the outputs of the projections to what attention reads, in place.
+
+    q, k and v plus their biases, q and k through `rms_norm` (if there is a qk_norm) and `apply_rope`, k and v
+    through `write_kv` (if there is a cache). q: [tokens, heads * head_dim]; k, v: [tokens, kv_heads * head_dim];
+    rounded to their dtype once, at the end. bias: [columns of q, k and v together] or None. qk_norm: [2,
+    head_dim] or None. rotation: float32 [positions, 2, head_dim/2], cos and sin of every position. positions:
+    int64 [tokens].
+    """
+    head_dim = 2 * rotation.shape[2]
+    biases = (0, 0, 0) if bias is None else bias.split([part.shape[1] for part in (q, k, v)])
+    wide = [
+        (part.float() + add).unflatten(1, (-1, head_dim)) for part, add in zip((q, k, v), biases, strict=True)
+    ]
+    cos, sin = rotation[positions].unbind(1)
+    for index in (0, 1):
+        normed = wide[index] if qk_norm is None else rms_norm(wide[index], qk_norm[index], eps)
+        wide[index] = apply_rope(normed, cos, sin)
+    for part, value in zip((q, k, v), wide, strict=True):
+        part.copy_(value.flatten(1))
+    if key_cache is not None and value_cache is not None and slots is not None:
+        write_kv(wide[1], wide[2], key_cache, value_cache, slots)
 
 
 def attention(
@@ -202,23 +251,38 @@ def apply_penalties(
     return logits - frequency.unsqueeze(1) * output_counts
 
 
+#: Weight of the most likely token. 2^20 tokens of this weight still sum up within int64.
+WEIGHT_ONE = 2**42
+
+
+def token_weights(logits: Tensor) -> Tensor:
+    """floor(2^42 exp(logit - max)): probabilities as integers, so that a sum is exact in any order.
+
+    A token that is 2^42 times less likely than the most likely one has weight 0 and is never drawn.
+    logits: float32 [rows, vocab], at most 2^20 columns. Returns int64 [rows, vocab].
+    """
+    below = logits.double() - logits.amax(-1, keepdim=True).double()
+    return (below.exp() * WEIGHT_ONE).long()
+
+
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Set the logits of unlikely tokens to -inf; the most likely token always stays.
 
     top_k: int64 [rows], keep the k largest (0 or less: all; ties are broken by the lower token id); then
-    top_p: float32 [rows], of those the fewest whose probabilities sum to at least p; then
+    top_p: float32 [rows], of those the fewest whose probabilities sum to at least p (again lower ids first); then
     min_p: float32 [rows], of those the ones at least min_p times as likely as the most likely.
+    Probabilities are `token_weights`.
     logits: float32 [rows, vocab], already divided by the temperature. Returns a new tensor.
     """
     vocab = logits.shape[-1]
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=logits.device)
-    limit = torch.where(top_k > 0, top_k, vocab).unsqueeze(1)
-    keep = rank < limit
-    probs = ordered.masked_fill(~keep, float("-inf")).double().softmax(-1)
-    before = probs.cumsum(-1) - probs  # probability of all tokens that are more likely
-    keep &= (before < top_p.unsqueeze(1)) | (top_p >= 1).unsqueeze(1)
-    keep &= probs >= min_p.unsqueeze(1) * probs[:, :1]
+    keep = rank < torch.where(top_k > 0, top_k, vocab).unsqueeze(1)
+    weights = token_weights(ordered) * keep
+    before = weights.cumsum(-1) - weights  # weight of all tokens that are more likely
+    limit = (top_p.double() * weights.sum(-1).double()).ceil().long()
+    keep &= (before < limit.unsqueeze(1)) | (top_p >= 1).unsqueeze(1)
+    keep &= weights >= min_p.double().unsqueeze(1) * WEIGHT_ONE
     keep[:, 0] = True
     return logits.masked_fill(~torch.zeros_like(keep).scatter(-1, index, keep), float("-inf"))
 
@@ -232,11 +296,11 @@ def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Invert the cumulative distribution: the first token whose cumulative probability exceeds `uniform`.
+    """Invert the cumulative distribution: the first token whose cumulative weight exceeds `uniform` of the total.
 
-    logits: float32 [rows, vocab]; uniform: float32 [rows] in [0, 1). Returns int64 [rows]. The sum runs in
-    float64 in the order of the vocabulary; a token of probability 0 is never chosen.
+    logits: float32 [rows, vocab]; uniform: float32 [rows] in [0, 1). Returns int64 [rows]. The sum runs over
+    `token_weights` in the order of the vocabulary; a token of weight 0 is never chosen.
     """
-    cumulative = logits.double().softmax(-1).cumsum(-1)
-    target = uniform.double().unsqueeze(1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    cumulative = token_weights(logits).cumsum(-1)
+    target = (uniform.double() * cumulative[:, -1].double()).long()
+    return torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)

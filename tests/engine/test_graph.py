@@ -1,0 +1,319 @@
+"""The decode graphs: the same tokens as step by step without them, greedy and sampled, in any company."""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from thinrank.bench.timing import count_launches
+from thinrank.config import EngineConfig, SamplingParams
+from thinrank.engine.engine import Engine, build_batch
+from thinrank.engine.graph import DecodeGraph
+from thinrank.engine.kv_cache import allocate_kv_cache, blocks_for
+from thinrank.engine.sampler import sample
+from thinrank.engine.scheduler import Scheduled
+from thinrank.engine.sequence import Sequence
+from thinrank.errors import ThinrankError
+from thinrank.kernels.decode_attention import num_splits
+from thinrank.model.batch import ForwardBatch
+from thinrank.model.decoder import Decoder
+from thinrank.model.packed_decoder import PackedDecoder
+from thinrank.model.registry import parse_config
+from tiny_models import low_rank, random_tensors, tiny_config
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB, POSITIONS = 512, 2304
+#: Rows of every kind that the device chooses for.
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 0.9, "top_k": 100, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 0},
+    {"temperature": 2.0},
+]
+#: And of every kind that it does not.
+HOST_SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0, "repetition_penalty": 1.5},
+    {"temperature": 0, "frequency_penalty": 0.5},
+    {"temperature": 0.8, "logprobs": 2},
+    {"temperature": 1.0, "min_tokens": 6},
+]
+
+
+@cache
+def models(heads: int = 4, kv_heads: int = 2) -> tuple[Decoder, PackedDecoder]:
+    """The same random float32 weights in both decoders; every third module is dense."""
+    raw = tiny_config(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=192,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        max_position_embeddings=POSITIONS,
+    )
+    modules = [name for i, name in enumerate(parse_config(raw).linears()) if name != "lm_head" and i % 3 != 1]
+    tensors, factors = low_rank(random_tensors(raw), {m: 1 + (7 * i) % 61 for i, m in enumerate(modules)})
+    for module, (factor_in, factor_out) in factors.items():
+        tensors |= {f"{module}.factor_in.weight": factor_in, f"{module}.factor_out.weight": factor_out}
+    config = parse_config(raw, ranks={module: len(factor_in) for module, (factor_in, _) in factors.items()})
+    on_device = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    return (
+        Decoder.build(config, on_device.__getitem__),
+        PackedDecoder.build(config, on_device.__getitem__, torch.float32, DEVICE, POSITIONS),
+    )
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    ids: list[int] = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+    return ids
+
+
+@dataclass
+class Rows:
+    """Sequences whose prompts, but for the last token, lie in a cache of their own."""
+
+    decoder: PackedDecoder
+    sequences: list[Sequence]
+
+    def __post_init__(self) -> None:
+        self.width = max(blocks_for(sequence.max_len) for sequence in self.sequences)
+        self.idle = len(self.sequences) * self.width
+        self.cache = allocate_kv_cache(self.decoder.config, self.idle + 1, self.decoder.dtype, DEVICE)
+        for row, sequence in enumerate(self.sequences):
+            # in no order: a row's blocks lie a batch apart, the last one first
+            sequence.block_table = list(range(row, self.idle, len(self.sequences)))[::-1]
+            batch = build_batch([Scheduled(sequence, len(sequence.token_ids) - 1)], DEVICE)
+            self.decoder.hidden(batch, self.cache)
+            sequence.num_computed = len(sequence.token_ids) - 1
+
+    def graph(self, size: int) -> DecodeGraph:
+        state = self.decoder.decode_state(size, self.width, self.idle)
+        return DecodeGraph(self.decoder, self.cache, state, self.idle)
+
+    def append(self, token_ids: list[int]) -> None:
+        for sequence, token_id in zip(self.sequences, token_ids, strict=True):
+            sequence.token_ids.append(token_id)
+            sequence.num_computed += 1
+
+
+def rows(decoder: PackedDecoder, prompts: list[list[int]], settings: list[dict[str, Any]]) -> Rows:
+    params = [SamplingParams(max_tokens=64, **setting) for setting in settings]
+    return Rows(
+        decoder,
+        [
+            Sequence("r", row, list(ids), param, frozenset(), 64, 2**64 - 1 - row)
+            for row, (ids, param) in enumerate(zip(prompts, params, strict=True))
+        ],
+    )
+
+
+def run(
+    decoder: Decoder | PackedDecoder, *requests: tuple[list[int], SamplingParams], max_num_seqs: int = 8
+) -> list[list[int]]:
+    """What an engine answers to all requests together."""
+    engine = Engine(decoder, EngineConfig(max_num_seqs=max_num_seqs))
+    assert (engine.graphs is None) == isinstance(decoder, Decoder)
+    ids = [engine.add(*request) for request in requests]
+    answers = drain(engine)
+    return [answers[request_id] for request_id in ids]
+
+
+def drain(engine: Engine) -> dict[str, list[int]]:
+    answers: dict[str, list[int]] = defaultdict(list)
+    while engine.has_unfinished:
+        for output in engine.step():
+            answers[output.request_id].append(output.token_id)
+    return answers
+
+
+def requests(settings: list[dict[str, Any]], max_tokens: int = 24) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts around the end of a block."""
+    return [
+        (prompt(56 + 3 * i, i), SamplingParams(**{"max_tokens": max_tokens, "seed": 10 + i, **setting}))
+        for i, setting in enumerate(settings)
+    ]
+
+
+@torch.inference_mode()
+def test_sampled_tokens_are_those_of_the_torch_sampler() -> None:
+    """On the same logits, for rows of every kind in one batch; positions and seeds of 64 bits included."""
+    _, packed = models()
+    prompts = [prompt(58 + row, row) for row in range(len(SETTINGS))]
+    made = rows(packed, prompts, SETTINGS)
+    graph = made.graph(8)
+    for _ in range(12):
+        token_ids = graph.step(made.sequences, ahead=False)
+        assert token_ids == sample(graph.state.logits.clone(), made.sequences)[0]
+        made.append(token_ids)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_running_ahead_changes_nothing(count: int) -> None:
+    _, packed = models()
+    prompts = [prompt(60, row) for row in range(count)]
+    answers = []
+    for ahead in (False, True):
+        made = rows(packed, prompts, SETTINGS[:count])
+        graph = made.graph(next(size for size in (1, 4, 8) if size >= count))
+        for _ in range(12):
+            made.append(graph.step(made.sequences, ahead=ahead))
+        answers.append([sequence.token_ids for sequence in made.sequences])
+    assert answers[0] == answers[1]
+
+
+@torch.inference_mode()
+def test_a_row_that_leaves_and_one_that_comes() -> None:
+    """What was launched ahead for the old rows is forgotten, and the new row's settings are taken."""
+    _, packed = models()
+    prompts = [prompt(50 + row, row) for row in range(3)]
+    settings = [SETTINGS[2], SETTINGS[1], SETTINGS[3]]
+    apart = []
+    for index in range(3):
+        made = rows(packed, prompts, settings)
+        graph, made.sequences = made.graph(2), made.sequences[index : index + 1]
+        for _ in range(8):
+            made.append(graph.step(made.sequences, ahead=False))
+        apart.append(made.sequences[0].token_ids)
+    made = rows(packed, prompts, settings)
+    graph, everyone = made.graph(2), made.sequences
+    for present, steps in (([0, 1], 4), ([1, 2], 4), ([2, 0], 4)):
+        made.sequences = [everyone[row] for row in present]
+        for _ in range(steps):
+            made.append(graph.step(made.sequences, ahead=True))
+    assert [sequence.token_ids for sequence in everyone] == apart
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 4)])
+@pytest.mark.parametrize("size", [1, 8])
+def test_graph_eager_and_plain_agree_around_every_boundary(heads: int, kv_heads: int, size: int) -> None:
+    """Contexts that cross the end of every block, and the one from which on a split holds two blocks.
+
+    Graph and eager: bit for bit, as they launch the same kernels. The plain decoder sums in another order: float32
+    logits of order one within 1e-3, and a greedy choice that is one of its best by that.
+    """
+    plain, packed = models(heads, kv_heads)
+    last_block = num_splits(heads, kv_heads) + 2
+    assert last_block * 64 + 8 <= POSITIONS, "the split boundary must be among the contexts"
+    lengths = [64 * block - 2 for block in range(1, last_block + 1)]
+    for start in range(0, len(lengths), size):
+        prompts = [prompt(length) for length in lengths[start : start + size]]
+        made, alike = (rows(packed, prompts, [{"temperature": 0}] * len(prompts)) for _ in range(2))
+        graph, state = made.graph(size), packed.decode_state(size, alike.width, alike.idle)
+        state.token_ids[: len(prompts)].copy_(torch.tensor([ids[-1] for ids in prompts]))
+        state.positions[: len(prompts)].copy_(torch.tensor([len(ids) - 1 for ids in prompts]))
+        state.context_lens.copy_(state.positions + 1)
+        for row, sequence in enumerate(alike.sequences):
+            table = torch.tensor(sequence.block_table, dtype=torch.int32)
+            state.block_tables[row, : len(table)].copy_(table)
+        logits = []
+        for _ in range(5):
+            token_ids = graph.step(made.sequences, ahead=False)
+            packed.decode_step(state, alike.cache)
+            assert torch.equal(graph.state.logits[: len(prompts)], state.logits[: len(prompts)])
+            assert state.token_ids[: len(prompts)].tolist() == token_ids
+            logits.append(state.logits[: len(prompts)].clone())
+            made.append(token_ids)
+        for row, sequence in enumerate(made.sequences):
+            whole = torch.tensor(sequence.token_ids[:-1])
+            expected = plain(ForwardBatch.whole_sequences([whole], DEVICE))[-5:]
+            torch.testing.assert_close(
+                torch.stack([step[row] for step in logits]), expected, atol=1e-3, rtol=1e-3
+            )
+            chosen = torch.tensor(sequence.token_ids[-5:], device=DEVICE)
+            missed = expected.amax(-1) - expected.gather(-1, chosen[:, None])[:, 0]
+            assert float(missed.max()) < 1e-3
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch() -> None:
+    _, packed = models()
+    asked = requests(
+        [{"temperature": 1.0}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.1}, {"temperature": 0.5}]
+    )
+    assert run(packed, *asked) == [run(packed, request)[0] for request in asked]
+
+
+def test_greedy_and_sampled_rows_together() -> None:
+    """The plain decoder, without graphs, answers the same; more requests than the largest graph has rows."""
+    plain, packed = models()
+    asked = requests(SETTINGS + SETTINGS[2:5])
+    answers = run(packed, *asked, max_num_seqs=11)
+    assert answers == run(plain, *asked)
+    assert answers[1] == run(packed, asked[1])[0]
+
+
+def test_rows_that_the_device_cannot_choose_for() -> None:
+    """Penalties, log-probabilities and min_tokens go through the torch sampler, neighbours included.
+
+    min_tokens is over in the middle, and the batch goes on without the host.
+    """
+    plain, packed = models()
+    asked = requests([*HOST_SETTINGS, SETTINGS[0], SETTINGS[1]])
+    assert run(packed, *asked) == run(plain, *asked)
+    for request in asked:
+        assert run(packed, request) == run(plain, request)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 1.0, "seed": 4}])
+def test_five_identical_prompts_give_five_identical_answers(settings: dict[str, Any]) -> None:
+    _, packed = models()
+    answers = run(packed, *[(prompt(60), SamplingParams(max_tokens=40, **settings))] * 5)
+    assert answers == [answers[0]] * 5
+    assert len(set(answers[0])) > 5, "an answer of one repeated token would show little"
+
+
+def test_two_engines_in_one_process() -> None:
+    """Their steps alternate; each answers as if it were alone."""
+    _, packed = models()
+    asked = [requests(SETTINGS[:3]), requests([SETTINGS[3], SETTINGS[1]])]
+    expected = [run(packed, *own) for own in asked]
+    engines = [Engine(packed, EngineConfig(max_num_seqs=4)) for _ in asked]
+    ids = [[engine.add(*request) for request in own] for engine, own in zip(engines, asked, strict=True)]
+    answers: list[dict[str, list[int]]] = [defaultdict(list), defaultdict(list)]
+    while any(engine.has_unfinished for engine in engines):
+        for engine, own in zip(engines, answers, strict=True):
+            for output in engine.step():
+                own[output.request_id].append(output.token_id)
+    assert [[own[i] for i in names] for own, names in zip(answers, ids, strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "graphs"), [({"temperature": 0}, 1), ({"temperature": 0.8, "top_p": 0.9, "top_k": 50}, 2)]
+)
+@pytest.mark.parametrize("count", [1, 5])
+def test_launches_per_token(settings: dict[str, Any], graphs: int, count: int) -> None:
+    """Graphs only, and no kernel beside them."""
+    _, packed = models()
+    engine = Engine(packed, EngineConfig(max_num_seqs=8))
+    for i in range(count):
+        engine.add(prompt(20, i), SamplingParams(max_tokens=64, seed=i, **settings))
+    for _ in range(4):  # prefill, and the step that loads the rows
+        engine.step()
+    launches = count_launches(lambda: [engine.step() for _ in range(6)], DEVICE)
+    assert (launches.kernels, launches.graphs) == (0, 6 * graphs)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_undefined_logits_are_an_error(temperature: float) -> None:
+    """Seen by the device in the middle of an answer, when the embedding goes bad under the running graphs."""
+    _, packed = models()
+    broken = replace(packed, embed_tokens=packed.embed_tokens.clone())
+    engine = Engine(broken, EngineConfig(max_num_seqs=1))
+    engine.add(prompt(20), SamplingParams(max_tokens=30, temperature=temperature, seed=1))
+    engine.step()
+    broken.embed_tokens.fill_(float("nan"))
+    with pytest.raises(ThinrankError, match="undefined logits"):
+        drain(engine)
