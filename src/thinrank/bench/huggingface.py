@@ -118,22 +118,31 @@ class HuggingFaceSystem(StaticCacheSystem):
         for layer in self._cache.layers:
             layer.cumulative_length.fill_(length)
 
+    @torch.inference_mode()
+    def logits(self, token_ids: Tensor, start: int, keep: int = 1) -> Tensor:
+        """Eager logits of the last `keep` of some tokens that enter the prepared cache at position `start`.
+
+        token_ids: int64 [batch, tokens] on the model's device. Returns [batch, keep, vocab_size] in the
+        model's dtype.
+        """
+        positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
+        return self._logits(self.hf.forward, token_ids, positions.unsqueeze(0), keep)
+
     def _prefill(self, token_ids: Tensor) -> Tensor:
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device).unsqueeze(0)
-        return self._logits(self.hf.forward, token_ids, positions)
+        return self.logits(token_ids, 0)[:, -1]
 
     def _decode(self, token: Tensor, position: Tensor) -> Tensor:
         if self._compiled:
             torch.compiler.cudagraph_mark_step_begin()
-        return self._logits(self._step, token, position.unsqueeze(0)).argmax(-1, keepdim=True)
+        return self._logits(self._step, token, position.unsqueeze(0))[:, -1].argmax(-1, keepdim=True)
 
-    def _logits(self, forward: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def _logits(self, forward: Any, token_ids: Tensor, positions: Tensor, keep: int = 1) -> Tensor:
         out = forward(
             input_ids=token_ids,
             position_ids=positions.expand(len(token_ids), -1),
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=keep,
             **{self._cache_argument: self._cache},
         )
-        logits: Tensor = out.logits[:, -1]
+        logits: Tensor = out.logits
         return logits

@@ -21,6 +21,7 @@ from .chat import chat
 from .compress import compress
 from .convert import convert
 from .demo import demo
+from .eval import evaluate
 from .export import export
 from .generate import generate
 from .inspect import inspect
@@ -29,7 +30,7 @@ COMMANDS = {
     command.__name__: command for command in (convert, export, inspect, generate, chat, compress, demo)
 }
 #: Commands that have commands of their own.
-GROUPS = {"bench": bench}
+GROUPS = {"bench": bench, "eval": evaluate}
 
 app = typer.Typer(add_completion=False)
 for name, command in COMMANDS.items():
@@ -42,6 +43,7 @@ _MEMORY_HINTS = {
     "generate": "lower --kv-cache-memory, --max-model-len or --n",
     "chat": "lower --kv-cache-memory or --max-model-len",
     "bench": "lower --batch-size, --input-len or --output-len, or take fewer --baseline",
+    "eval": "lower --num-prompts or --window, or use --device cpu",
     "compress": "lower --calibration-length or --calibration-samples, or use --device cpu",
 }
 

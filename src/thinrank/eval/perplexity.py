@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from ..errors import OptionError
+from ..errors import OptionError, ThinrankError, unknown_name
 from ..llm import LLM
 from ..model.batch import ForwardBatch
+from .forcing import decode_logits, max_rows
+
+#: Windows that run together.
+BATCH_SIZE = 8
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """value = exp(mean negative log-likelihood) over `predictions` tokens, in `windows` windows of `window`
-    tokens that do not overlap, each scored on its own, without BOS, logits in float32."""
+    """value = exp(mean negative log-likelihood) over `predictions` tokens.
+
+    They are scored in `windows` windows of `window` tokens that start every `stride` tokens, each on its own,
+    without BOS, logits in float32. A window scores the tokens that no window before it has scored, except
+    that its own first token is never scored. tokens: of the text from the first window to the last. path:
+    "prefill" or "decode".
+    """
 
     value: float
     windows: int
     window: int
+    stride: int
+    tokens: int
     predictions: int
+    path: str = "prefill"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -30,32 +45,89 @@ class Perplexity:
 
 @torch.inference_mode()
 def perplexity(
-    llm: LLM, text: str, *, window: int = 512, max_windows: int | None = None, progress: bool = True
+    llm: LLM,
+    text: str,
+    *,
+    window: int = 512,
+    stride: int | None = None,
+    max_windows: int | None = None,
+    path: str = "prefill",
+    progress: bool = True,
 ) -> Perplexity:
-    """Perplexity of `llm` on `text`. max_windows: score only the first ones; None: all that are complete.
+    """Perplexity of `llm` on `text`.
 
-    Raises OptionError when the text is shorter than one window or the window longer than the model allows.
+    stride: None for windows that do not overlap. max_windows: score only the first ones; None: all that are
+    complete. path: "prefill" runs a window in one pass; "decode" feeds its tokens one by one through the
+    decode kernels and the graph, which takes a pass a token.
+
+    Raises OptionError when the text is shorter than one window, the window longer than the model allows, or
+    an option is unknown or out of range; ThinrankError when the model computes no finite logits.
     """
+    if path not in PATHS:
+        raise unknown_name("path", path, list(PATHS))
+    stride = window if stride is None else stride
+    if window < 2 or not 1 <= stride <= window or (max_windows is not None and max_windows < 1):
+        raise OptionError(
+            f"window is {window}, stride {stride}, max_windows {max_windows}",
+            "window must be at least 2, stride from 1 to window, max_windows at least 1",
+        )
+    if window > llm.engine.max_model_len:
+        raise OptionError(
+            f"a window of {window} tokens is longer than the model's {llm.engine.max_model_len}",
+            "use a shorter window",
+        )
     tokens = torch.tensor(llm.tokenizer.encode(text, add_special_tokens=False))
-    windows = len(tokens) // window
-    if not windows:
+    if len(tokens) < window:
         raise OptionError(
             f"the text has {len(tokens)} tokens and one window takes {window}", "use a longer text"
         )
-    if window > llm.config.max_position_embeddings:
-        raise OptionError(
-            f"a window of {window} tokens is longer than the model's {llm.config.max_position_embeddings}",
-            "use a shorter window",
-        )
-    windows = min(windows, max_windows or windows)
-    decoder = llm.engine.decoder
+    ids = tokens.unfold(0, window, stride)[:max_windows]
+    # The first window scores all that it can, a later one only what it adds.
+    unscored = max(window - stride - 1, 0)
     total = 0.0
-    for start in tqdm(range(0, windows, 8), desc="Perplexity", disable=not progress, leave=False):
-        ids = tokens[start * window : min(start + 8, windows) * window].view(-1, window).to(decoder.device)
+    for index, losses in enumerate(
+        tqdm(PATHS[path](llm, ids), desc="Perplexity", total=len(ids), disable=not progress, leave=False)
+    ):
+        total += float(losses[unscored if index else 0 :].double().sum())
+    if not math.isfinite(total):
+        raise ThinrankError(
+            "the model computed infinite or undefined logits", "try dtype float32, or check the checkpoint"
+        )
+    predictions = len(ids) * (window - 1) - (len(ids) - 1) * unscored
+    covered = (len(ids) - 1) * stride + window
+    return Perplexity(math.exp(total / predictions), len(ids), window, stride, covered, predictions, path)
+
+
+def _prefill(llm: LLM, windows: Tensor) -> Iterator[Tensor]:
+    """Negative log-likelihoods of each window's tokens but the first: float32 [window - 1].
+
+    windows: int64 [windows, window].
+    """
+    decoder = llm.engine.decoder
+    for group in windows.split(BATCH_SIZE):
+        ids = group.to(decoder.device)
         hidden = decoder.hidden(ForwardBatch.whole_sequences(list(ids), decoder.device))
         # One window at a time: logits of a large vocabulary are the biggest tensor of all.
-        for row, states in zip(ids, hidden.split(window), strict=True):
-            logits = decoder.head(states[:-1])
-            total += torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum").item()
-    predictions = windows * (window - 1)
-    return Perplexity(math.exp(total / predictions), windows, window, predictions)
+        for row, states in zip(ids, hidden.split(ids.shape[1]), strict=True):
+            yield cross_entropy(decoder.head(states[:-1]), row[1:], reduction="none")
+
+
+def _decode(llm: LLM, windows: Tensor) -> Iterator[Tensor]:
+    """As `_prefill`; the first token is where the sequence starts, and no token is prefilled."""
+    engine = llm.engine
+    rows = min(BATCH_SIZE, max_rows(engine, windows.shape[1]))
+    if not rows:
+        raise OptionError(
+            f"a window of {windows.shape[1]} tokens does not fit into the KV cache", "use a shorter window"
+        )
+    for group in windows.split(rows):
+        targets = group[:, 1:].to(engine.decoder.device)
+        steps = decode_logits(engine, group[:, :1].tolist(), group[:, 1:].tolist())
+        losses = [
+            cross_entropy(logits, target, reduction="none")
+            for logits, target in zip(steps, targets.unbind(1), strict=True)
+        ]
+        yield from torch.stack(losses, dim=1)
+
+
+PATHS: dict[str, Callable[[LLM, Tensor], Iterator[Tensor]]] = {"prefill": _prefill, "decode": _decode}

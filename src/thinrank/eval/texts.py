@@ -1,0 +1,73 @@
+"""Texts to measure perplexity on, by name or from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..builtin_text import held_out_text
+from ..errors import OptionError
+
+
+@dataclass(frozen=True)
+class Text:
+    """dataset: a name or a file. split: which part of it; None for a file."""
+
+    dataset: str
+    split: str | None
+    text: str
+
+
+def load_text(name: str) -> Text:
+    """A text of `TEXTS`, or else a UTF-8 file.
+
+    Raises OptionError for a file that cannot be read, or when the package `datasets` is needed and missing or
+    cannot get the data.
+    """
+    if name in TEXTS:
+        return TEXTS[name]()
+    try:
+        return Text(name, None, Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(
+            f"cannot read the text {name}: {error}", f"name a UTF-8 file, or one of {', '.join(TEXTS)}"
+        ) from error
+
+
+def _builtin() -> Text:
+    return Text("builtin", "held-out", held_out_text())
+
+
+def _wikitext2() -> Text:
+    """The raw test split, lines joined by blank ones, as in the papers on compression since GPTQ."""
+    rows = _load("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
+    return Text("wikitext-2-raw-v1", "test", "\n\n".join(rows["text"]))
+
+
+def _c4() -> Text:
+    """The first 1100 documents of the first validation shard, joined by spaces, as in the same papers."""
+    shard = {"validation": "en/c4-validation.00000-of-00008.json.gz"}
+    rows = _load("allenai/c4", data_files=shard, split="validation")
+    return Text("c4", "validation, first 1100 documents", " ".join(rows[:1100]["text"]))
+
+
+def _load(name: str, *arguments: str, **options: Any) -> Any:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise OptionError(
+            f"{name} needs the package datasets", "run: pip install 'thinrank[datasets]', or name a text file"
+        ) from error
+    try:
+        return load_dataset(name, *arguments, **options)
+    except (OSError, ValueError, RuntimeError) as error:  # offline, not cached, moved
+        raise OptionError(f"cannot get {name}: {error}", "check the connection, or name a file") from error
+
+
+#: Name -> text. `builtin` is there without a download, and differs a little between Python versions.
+TEXTS: Mapping[str, Callable[[], Text]] = MappingProxyType(
+    {"builtin": _builtin, "wikitext2": _wikitext2, "c4": _c4}
+)
