@@ -25,6 +25,7 @@ ROW_KEYS = [
     "batch_size",
     "input_len",
     "output_len",
+    "temperature",
     "graph",
     "ttft_ms",
     "tpot_ms_p20",
@@ -84,6 +85,24 @@ def test_rows_header_and_file(tmp_path: Path) -> None:
         assert key in report.header
     assert told[0] == "checking thinrank" and told[-1] == "measuring densekv"
     assert {check.system for check in report.checks} == {"thinrank", "thinrank-dense"}
+
+
+def test_ours_sample_and_baselines_are_greedy() -> None:
+    report = latency(
+        shape="tiny",
+        input_len=8,
+        output_len=3,
+        temperature=0.7,
+        num_iters=1,
+        num_iters_warmup=0,
+        baseline=["densekv", "thinrank-dense"],
+        device="cpu",
+    )
+    assert {row.system: row.temperature for row in report.rows} == {
+        "thinrank": 0.7,
+        "thinrank-dense": 0.7,
+        "densekv": 0.0,
+    }
 
 
 def test_verify_measures_nothing() -> None:
@@ -154,6 +173,7 @@ def test_undefined_numbers_never_pass() -> None:
         ({"shape": "tiny", "num_iters": 0}, "num_iters is 0"),
         ({"shape": "tiny", "num_iters_warmup": -1}, "num_iters_warmup is -1"),
         ({"shape": "tiny", "seed": -1}, "seed is -1"),
+        ({"shape": "tiny", "temperature": -0.5}, "temperature is -0.5"),
         ({"shape": "tiny", "input_len": 32768}, "32800 tokens together"),
         ({"shape": "tiny", "dtype": "int3"}, "unknown dtype 'int3'"),
     ],

@@ -92,6 +92,21 @@ def test_the_engine_runs_all_prompts_and_starts_over() -> None:
     assert system.room >= 4
 
 
+def test_the_engine_samples_at_a_temperature() -> None:
+    """Seeded, so that two runs are the same; the requests differ from greedy ones in nothing else."""
+
+    def tokens(temperature: float) -> list[list[int]]:
+        system = EngineSystem(tiny(), temperature)
+        system.prepare(PROMPTS, 12)
+        system.prefill()
+        system.decode_steps(11)
+        assert system.engine is not None
+        return [sequence.token_ids for sequence in system.engine.scheduler.running]
+
+    assert tokens(1.0) == tokens(1.0)
+    assert tokens(1.0) != tokens(0.0)
+
+
 def test_huggingface_holds_every_weight_once() -> None:
     model = tiny("shared2")
     hf = HuggingFaceSystem(model).hf

@@ -23,10 +23,11 @@ def engine_config(model: BenchModel, batch_size: int, length: int) -> EngineConf
 
 
 class EngineSystem:
-    """Requests that ignore EOS, greedy; a step is whatever `Engine.step` does."""
+    """Requests that ignore EOS; a step is whatever `Engine.step` does. temperature: 0 is greedy."""
 
-    def __init__(self, model: BenchModel):
+    def __init__(self, model: BenchModel, temperature: float = 0.0):
         self.model = model
+        self.temperature = temperature
         self.decoder = fast_decoder(model)
         self.engine: Engine | None = None
         self._max_tokens = 0
@@ -49,7 +50,9 @@ class EngineSystem:
         assert self.engine is not None, "prepare comes first"
         for request_id in self._tokens:
             self.engine.abort(request_id)
-        params = SamplingParams(temperature=0, max_tokens=self._max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=self.temperature, max_tokens=self._max_tokens, ignore_eos=True, seed=self.model.seed
+        )
         self._tokens = {self.engine.add(prompt, params): 0 for prompt in self._prompts}
         self._step_until(1)
 

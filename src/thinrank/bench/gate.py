@@ -48,12 +48,13 @@ LOGPROBS = 20
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison. error: relative to the reference's norm or standard deviation."""
+    """One comparison with a reference. error: relative to the reference's norm or standard deviation."""
 
     system: str
     check: str
     error: float
     bound: float
+    reference: str = "float32"
 
     @property
     def passed(self) -> bool:

@@ -5,29 +5,23 @@ Every system runs the same prompts in this process, one after the other, and is 
 
 from __future__ import annotations
 
-import json
-import platform
-import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.load import DTYPES
-from ..config import ModelConfig
+from ..config import ModelConfig, SamplingParams
 from ..device import resolve_device
-from ..errors import OptionError, OutputError, unknown_name
-from ..version import __version__
+from ..errors import OptionError, unknown_name
 from .gate import Check, check_system
+from .report import Report, ReportFile, at_least, header
 from .shapes import BenchModel, checkpoint_model, random_model
 from .system import System
-from .systems import OURS, SYSTEMS, model_for, selected_systems
+from .systems import OURS, build_system, model_for, selected_systems
 from .timing import (
     Nvml,
     Percentiles,
@@ -46,15 +40,20 @@ PROFILED_STEPS = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts of `input_len` tokens, `output_len` tokens for each, `batch_size` of them together."""
+    """Prompts of `input_len` tokens, `output_len` tokens for each, `batch_size` of them together.
+
+    temperature: at which thinrank samples; 0 is greedy, as all baselines are.
+    """
 
     batch_size: int
     input_len: int
     output_len: int
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least(1, batch_size=self.batch_size, input_len=self.input_len)
-        _at_least(2, output_len=self.output_len)  # the prefill gives the first one
+        at_least(1, batch_size=self.batch_size, input_len=self.input_len)
+        at_least(2, output_len=self.output_len)  # the prefill gives the first one
+        SamplingParams(temperature=self.temperature)  # knows what a temperature may be
 
     @property
     def decode_steps(self) -> int:
@@ -75,14 +74,14 @@ class Workload:
 class LatencyRow:
     """One system's result.
 
-    keep_ratio: share of the layers' linear parameters. graph: whether decode steps launch a CUDA graph.
-    ttft_ms: median time from a batch of prompts to the first token of each. tpot_ms: time of a decode step,
-    averaged over the steps of one generation; percentiles over the generations. launches_per_token: kernels
-    and graphs that the host launches a step. bytes_per_step: what a step must read at least, with true ranks
-    and the average context. mbu: bytes_per_step over the median time and the measured read bandwidth. load_s:
-    making or reading the weights. warmup_s: from there to the end of the first generation, compilation
-    included. peak_memory_bytes: of tensors on the device. joules_per_token: while decoding. None: cannot be
-    measured here.
+    keep_ratio: share of the layers' linear parameters. temperature: 0 is greedy. graph: whether decode steps
+    launch a CUDA graph. ttft_ms: median time from a batch of prompts to the first token of each. tpot_ms: time
+    of a decode step, averaged over the steps of one generation; percentiles over the generations.
+    launches_per_token: kernels and graphs that the host launches a step. bytes_per_step: what a step must read
+    at least, with true ranks and the average context. mbu: bytes_per_step over the median time and the measured
+    read bandwidth. load_s: making or reading the weights. warmup_s: from there to the end of the first
+    generation, compilation included. peak_memory_bytes: of tensors on the device. joules_per_token: while
+    decoding. None: cannot be measured here.
     """
 
     system: str
@@ -92,6 +91,7 @@ class LatencyRow:
     batch_size: int
     input_len: int
     output_len: int
+    temperature: float
     graph: bool | None
     ttft_ms: float
     tpot_ms_p20: float
@@ -106,22 +106,6 @@ class LatencyRow:
     joules_per_token: float | None
 
 
-@dataclass(frozen=True)
-class LatencyReport:
-    """header: where, with what and how it was measured. checks: the correctness gate. rows: the results."""
-
-    header: dict[str, Any]
-    checks: tuple[Check, ...]
-    rows: tuple[LatencyRow, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "header": self.header,
-            "checks": [check.to_json() for check in self.checks],
-            "rows": [asdict(row) for row in self.rows],
-        }
-
-
 def latency(
     model: str | Path | None = None,
     *,
@@ -131,6 +115,7 @@ def latency(
     input_len: int = 512,
     output_len: int = 32,
     batch_size: int = 1,
+    temperature: float = 0.0,
     num_iters: int = 10,
     num_iters_warmup: int = 2,
     baseline: Sequence[str] = ("thinrank-dense",),
@@ -141,20 +126,21 @@ def latency(
     verify: bool = False,
     command: str | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
-) -> LatencyReport:
+) -> Report[LatencyRow]:
     """Measure one model.
 
     model: a checkpoint folder; or else shape: a name of `SHAPES`, with random weights of a `structure` and a
-    `keep_ratio`. baseline: names of `BASELINES`, or "all". dtype: "auto" is bfloat16 for a shape and what is
-    stored for a checkpoint. output_json: the file to write, after every system. verify: only the correctness
-    gate. command: for the header. on_progress: told what is being done.
+    `keep_ratio`. temperature: above 0, thinrank samples; baselines stay greedy. baseline: names of `BASELINES`,
+    or "all". dtype: "auto" is bfloat16 for a shape and what is stored for a checkpoint. output_json: the file to
+    write, after every system. verify: only the correctness gate. command: for the header. on_progress: told what
+    is being done.
 
     Raises OptionError for an option that is unknown or out of range; ThinrankError when the gate fails;
     OutputError when the file cannot be written; what `load_model` raises for a checkpoint.
     """
-    work = Workload(batch_size, input_len, output_len)
-    _at_least(1, num_iters=num_iters)
-    _at_least(0, num_iters_warmup=num_iters_warmup, seed=seed)
+    work = Workload(batch_size, input_len, output_len, temperature)
+    at_least(1, num_iters=num_iters)
+    at_least(0, num_iters_warmup=num_iters_warmup, seed=seed)
     if dtype != "auto" and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, ["auto", *DTYPES])
     target = resolve_device(device)
@@ -174,29 +160,26 @@ def latency(
             "lower them",
         )
     names = selected_systems(baseline, measured)
-    writer = _Writer(None if output_json is None else Path(output_json))
-
     nvml = Nvml(target)
-    header = _header(measured, nvml, command, num_iters, num_iters_warmup)
+    settings = {"num_iters": num_iters, "num_iters_warmup": num_iters_warmup}
+    file = ReportFile[LatencyRow](output_json, header("latency", measured, nvml, command, **settings))
     checks: list[Check] = []
-    rows: list[LatencyRow] = []
     for name in names:
         if name in OURS:
             on_progress(f"checking {name}")
             reset_memory(target)
             checks += check_system(name, model_for(name, measured), batch_size)
     reset_memory(target)
-    writer.write(LatencyReport(header, tuple(checks), ()))
+    file.add(checks=checks)
     if not verify:
         bandwidth = read_bandwidth(target)
-        header["read_bandwidth_bytes_per_s"] = bandwidth
+        file.header["read_bandwidth_bytes_per_s"] = bandwidth
         for name in names:
             on_progress(f"measuring {name}")
             reset_memory(target)
-            rows.append(_row(name, measured, work, num_iters, num_iters_warmup, bandwidth, nvml))
+            file.add(rows=[_row(name, measured, work, num_iters, num_iters_warmup, bandwidth, nvml)])
             torch.compiler.reset()  # compiled code holds on to the weights
-            writer.write(LatencyReport(header, tuple(checks), tuple(rows)))
-    return LatencyReport(header, tuple(checks), tuple(rows))
+    return file.report
 
 
 def _row(
@@ -211,7 +194,7 @@ def _row(
     model = model_for(name, measured)
     device, steps = model.device, work.decode_steps
     started = perf_counter()
-    system = SYSTEMS[name].build(model)
+    system = build_system(name, model, work.temperature)
     synchronize(device)
     loaded = perf_counter()
     system.prepare(work.prompts(model.config, model.seed), work.output_len)
@@ -240,6 +223,7 @@ def _row(
         batch_size=work.batch_size,
         input_len=work.input_len,
         output_len=work.output_len,
+        temperature=work.temperature if name in OURS else 0.0,
         graph=None if launches is None else launches.graphs > 0,
         ttft_ms=Percentiles.of(ttft[num_iters_warmup:]).p50,
         tpot_ms_p20=times.p20,
@@ -272,75 +256,3 @@ def _joules_per_token(system: System, work: Workload, nvml: Nvml) -> float | Non
     decode()  # the prefill comes before the window
     used = energy(decode, nvml)
     return None if used is None else used[0] / (used[1] * work.decode_steps * work.batch_size)
-
-
-def _header(
-    model: BenchModel, nvml: Nvml, command: str | None, num_iters: int, num_iters_warmup: int
-) -> dict[str, Any]:
-    on_gpu = model.device.type == "cuda"
-    return {
-        "benchmark": "latency",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "device": torch.cuda.get_device_name(model.device) if on_gpu else f"cpu {platform.machine()}",
-        "driver": nvml.driver(),
-        "cuda": torch.version.cuda if on_gpu else None,
-        "python": platform.python_version(),
-        "thinrank": __version__,
-        **{name: _version(name) for name in ("torch", "triton", "transformers")},
-        "commit": _commit(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "seed": model.seed,
-        "num_iters": num_iters,
-        "num_iters_warmup": num_iters_warmup,
-        "read_bandwidth_bytes_per_s": None,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Of the source tree that this runs from, "-dirty" if it has changes; None for an installed package."""
-    root = Path(__file__).parents[3]
-    if not (root / ".git").exists():
-        return None
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "HEAD")
-        return f"{commit}-dirty" if git("status", "--porcelain") else commit
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-class _Writer:
-    """Keeps the report's file up to date, so that a run that ends early has lost nothing."""
-
-    def __init__(self, path: Path | None):
-        """Raises OutputError when the file's folder does not exist."""
-        self.path = path
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise OutputError(f"cannot write {path}", "name a file in a folder that exists")
-
-    def write(self, report: LatencyReport) -> None:
-        if self.path is None:
-            return
-        text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
-        try:
-            self.path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror}", "check --output-json") from error
-
-
-def _at_least(least: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < least:
-            raise OptionError(f"{name} is {value}", f"it must be at least {least}")

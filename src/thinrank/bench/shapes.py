@@ -52,7 +52,7 @@ def _shape(model_type: str, vocab: int, hidden: int, mlp: int, layers: int, head
 
 
 #: Hugging Face configs, from the models' own config.json files. mistral-7b is v0.3, which has no sliding
-#: window. `tiny` is for tests.
+#: window. `tiny` is for tests, with the smallest heads that the attention kernels take.
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "llama-7b": _shape("llama", 32000, 4096, 11008, 32, 32, 32),
@@ -61,7 +61,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "mistral-7b": _shape("mistral", 32768, 4096, 14336, 32, 32, 8, rope_theta=1e6, sliding_window=None),
         "qwen2.5-7b": _shape("qwen2", 152064, 3584, 18944, 28, 28, 4, rope_theta=1e6, rms_norm_eps=1e-6),
         "smollm2-135m": _shape("llama", 49152, 576, 1536, 30, 9, 3, rope_theta=1e5, tie_word_embeddings=True),
-        "tiny": _shape("llama", 192, 128, 256, 3, 4, 2),
+        "tiny": _shape("llama", 192, 128, 256, 3, 4, 2, head_dim=64),
     }
 )
 

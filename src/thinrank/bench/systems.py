@@ -56,6 +56,11 @@ def selected_systems(baselines: Sequence[str], model: BenchModel) -> list[str]:
     return [name for name in SYSTEMS if name in wanted]
 
 
+def build_system(name: str, model: BenchModel, temperature: float) -> System:
+    """A system, ready to `prepare`. Ours sample at the temperature, or are greedy at 0; baselines are greedy."""
+    return EngineSystem(model, temperature) if name in OURS else SYSTEMS[name].build(model)
+
+
 def model_for(name: str, model: BenchModel) -> BenchModel:
     """The model that a system runs: as given, or its dense shape."""
     return model.dense() if SYSTEMS[name].dense and model.structure != "dense" else model

@@ -33,6 +33,9 @@ KERNEL_LAUNCHES = frozenset(
     }
 )
 GRAPH_LAUNCHES = frozenset({"cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch"})
+COPIES = frozenset(
+    {"cudaMemcpy", "cudaMemcpyAsync", "cuMemcpyAsync", "hipMemcpyAsync", "hipMemcpyWithStream"}
+)
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,11 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Launches:
-    """What the host launched: kernels one by one, and graphs."""
+    """What the host launched: kernels one by one, graphs, and copies."""
 
     kernels: int
     graphs: int
+    copies: int
 
 
 def synchronize(device: torch.device) -> None:
@@ -105,10 +109,8 @@ def count_launches(run: Callable[[], object], device: torch.device) -> Launches:
         run()
         synchronize(device)
     counts = {event.key: event.count for event in profile.key_averages()}
-    return Launches(
-        sum(count for name, count in counts.items() if name in KERNEL_LAUNCHES),
-        sum(count for name, count in counts.items() if name in GRAPH_LAUNCHES),
-    )
+    kinds = (KERNEL_LAUNCHES, GRAPH_LAUNCHES, COPIES)
+    return Launches(*(sum(count for name, count in counts.items() if name in kind) for kind in kinds))
 
 
 class Nvml:

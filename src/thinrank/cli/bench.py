@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from json import dumps
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from ..errors import OptionError
 from . import output
 from .options import Device, Json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..bench.latency import LatencyReport, LatencyRow
+    from ..bench.ablation import AblationRow
+    from ..bench.latency import LatencyRow
+    from ..bench.report import Report
+    from ..bench.sweep import SweepRow
+
+Number = TypeVar("Number", int, float)
 
 bench = typer.Typer(help="Measure speed: thinrank beside Hugging Face, a compiler, int4 and the dense model.")
 
 
-@bench.callback()
-def _group() -> None:
-    """Keeps `latency` a command of its own while there is only one."""
+Shape = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Random weights: llama-7b, llama-13b, llama3-8b, mistral-7b, qwen2.5-7b, smollm2-135m.",
+    ),
+]
+RandomDtype = Annotated[str, typer.Option("--dtype", help="float32, float16 or bfloat16.")]
+Warmup = Annotated[int, typer.Option(help="Measurements before them that do not count.")]
+RandomSeed = Annotated[int, typer.Option(help="Of the random weights and prompts.")]
+OutputJson = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write the result here, also while measuring goes on.")
+]
 
 
 @bench.command()
@@ -49,6 +65,9 @@ def latency(
     input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
     batch_size: Annotated[int, typer.Option(help="Prompts at a time.")] = 1,
+    temperature: Annotated[
+        float, typer.Option(help="Above 0, thinrank samples; baselines stay greedy.")
+    ] = 0.0,
     num_iters: Annotated[int, typer.Option(help="Generations to measure.")] = 10,
     num_iters_warmup: Annotated[int, typer.Option(help="Generations before them.")] = 2,
     baseline: Annotated[
@@ -85,6 +104,7 @@ def latency(
         input_len=input_len,
         output_len=output_len,
         batch_size=batch_size,
+        temperature=temperature,
         num_iters=num_iters,
         num_iters_warmup=num_iters_warmup,
         baseline=["thinrank-dense"] if baseline is None else baseline,
@@ -96,17 +116,107 @@ def latency(
         command=shlex.join(["thinrank", *sys.argv[1:]]),
         on_progress=_show if output.show_progress() else lambda text: None,
     )
-    if json:
-        output.write(dumps(report.to_json(), allow_nan=False) + "\n")  # one line: the last of a log
-    else:
-        _print(report)
+    _print(report, json, lambda: _latency_table(report))
+
+
+@bench.command()
+def ablation(
+    shape: Shape = "llama-7b",
+    keep_ratio: Annotated[
+        float, typer.Option(help="Share of the layers' linear parameters in the low-rank model.")
+    ] = 0.5,
+    context_len: Annotated[int, typer.Option(help="Tokens that a step attends to.")] = 512,
+    num_iters: Annotated[int, typer.Option(help="Windows of 16 steps to measure.")] = 20,
+    num_iters_warmup: Warmup = 3,
+    dtype: RandomDtype = "bfloat16",
+    device: Device = "auto",
+    seed: RandomSeed = 0,
+    output_json: OutputJson = None,
+    json: Json = False,
+) -> None:
+    """What each mechanism of a decode step gives: alone, one after the other, and taken away.
+
+    Dense keys and values, packing, CUDA graphs, programmatic launch; on the low-rank and the dense model.
+    """
+    from ..bench.ablation import ablation
+
+    report = ablation(
+        shape,
+        keep_ratio=keep_ratio,
+        context_len=context_len,
+        num_iters=num_iters,
+        num_iters_warmup=num_iters_warmup,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        output_json=output_json,
+        command=shlex.join(["thinrank", *sys.argv[1:]]),
+        on_progress=_show if output.show_progress() else lambda text: None,
+    )
+    title = "{shape}, {structure}, keep_ratio {keep_ratio:.3g}, {dtype}, batch 1, context {context_len}"
+    _print(report, json, lambda: _table(title.format(**report.header), report.rows, _ABLATION_COLUMNS))
+
+
+@bench.command()
+def sweep(
+    shape: Shape = "llama-7b",
+    structure: Annotated[str, typer.Option(help="uniform, hetero, shared2 or mixed.")] = "uniform",
+    keep_ratios: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Shares of the linear parameters; 1 is the dense model.")
+    ] = "0.3,0.5,0.7,1.0",
+    input_lens: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Prompt lengths, for the time to the first token.")
+    ] = "512,2048,8192",
+    contexts: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Tokens in the cache, for the time per token.")
+    ] = "512,2048,8192,16384",
+    num_iters: Annotated[int, typer.Option(help="Prompts, and windows of 64 steps, to measure.")] = 10,
+    num_iters_warmup: Warmup = 2,
+    dtype: RandomDtype = "bfloat16",
+    device: Device = "auto",
+    seed: RandomSeed = 0,
+    output_json: OutputJson = None,
+    json: Json = False,
+) -> None:
+    """Time to the first token by prompt length, time per token by context, for several keep_ratios."""
+    from ..bench.sweep import sweep
+
+    report = sweep(
+        shape,
+        structure=structure,
+        keep_ratios=_numbers("--keep-ratios", keep_ratios, float),
+        input_lens=_numbers("--input-lens", input_lens, int),
+        contexts=_numbers("--contexts", contexts, int),
+        num_iters=num_iters,
+        num_iters_warmup=num_iters_warmup,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        output_json=output_json,
+        command=shlex.join(["thinrank", *sys.argv[1:]]),
+        on_progress=_show if output.show_progress() else lambda text: None,
+    )
+    title = "{shape}, {dtype}, batch 1"
+    _print(report, json, lambda: _table(title.format(**report.header), report.rows, _SWEEP_COLUMNS))
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
+    """The numbers of "512,2048"; none of an empty text. Raises OptionError that names the option."""
+    try:
+        return [kind(part) for part in text.split(",") if text.strip()]
+    except ValueError as error:
+        raise OptionError(f"{option} is {text!r}", "give numbers with commas between them") from error
 
 
 def _show(text: str) -> None:
     output.write_message("progress", text)
 
 
-def _print(report: LatencyReport) -> None:
+def _print(report: Report[Any], json: bool, table: Callable[[], Table]) -> None:
+    """One line of JSON, the last of a log; or where and how it was measured, and the table if there are rows."""
+    if json:
+        output.write(dumps(report.to_json(), allow_nan=False) + "\n")
+        return
     from rich.console import Console
 
     header = report.header
@@ -122,7 +232,7 @@ def _print(report: LatencyReport) -> None:
             else [f"bandwidth  {bandwidth / 1e12:.3f} TB/s read, measured in this run"]
         ),
         *(
-            f"checked    {check.system}: {check.check} within {check.error:.2g} of float32 "
+            f"checked    {check.system}: {check.check} within {check.error:.2g} of {check.reference} "
             f"(allowed {check.bound:.2g})"
             for check in report.checks
         ),
@@ -131,43 +241,83 @@ def _print(report: LatencyReport) -> None:
     if report.rows:
         # A pipe has no width; a table that is cut there would be no use.
         width = None if sys.stdout.isatty() else 200
-        Console(markup=False, highlight=False, width=width).print(_table(report))
+        Console(markup=False, highlight=False, width=width).print(table())
 
 
-def _table(report: LatencyReport) -> Table:
+def _table(title: str, rows: Iterable[Any], columns: dict[str, Callable[[Any], str]]) -> Table:
+    """The first column is text, the others are numbers."""
     from rich.table import Table
 
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*(cell(row) for cell in columns.values()))
+    return table
+
+
+def _latency_table(report: Report[LatencyRow]) -> Table:
     first = report.rows[0]
     title = (
         f"{first.shape}, {first.structure}, keep_ratio {first.keep_ratio:.3g}, {report.header['dtype']}, "
         f"batch {first.batch_size}, {first.input_len} tokens in, {first.output_len} out"
+        + (f", thinrank at temperature {first.temperature:g}" if first.temperature else "")
     )
-    table = Table("system", title=title, title_justify="left")
-    for column in _COLUMNS:
-        table.add_column(column, justify="right")
-    for row in report.rows:
-        table.add_row(row.system, *(cell(row, first) for cell in _COLUMNS.values()))
-    return table
+    return _table(title, report.rows, _latency_columns(first))
 
 
 def _optional(value: float | None, text: str) -> str:
     return "-" if value is None else text.format(value)
 
 
-#: Title -> a cell from a row and the first row, which is thinrank's.
-_COLUMNS: dict[str, Callable[[LatencyRow, LatencyRow], str]] = {
-    "TTFT ms": lambda row, first: f"{row.ttft_ms:.2f}",
-    "ms/token": lambda row, first: f"{row.tpot_ms_p50:.3f}",
-    "p20": lambda row, first: f"{row.tpot_ms_p20:.3f}",
-    "p80": lambda row, first: f"{row.tpot_ms_p80:.3f}",
-    "thinrank is": lambda row, first: f"{row.tpot_ms_p50 / first.tpot_ms_p50:.2f}x",
-    "MBU": lambda row, first: f"{row.mbu:.1%}",
-    "read/step": lambda row, first: output.format_bytes(row.bytes_per_step),
-    "launches/token": lambda row, first: _optional(row.launches_per_token, "{:.0f}"),
-    "load s": lambda row, first: f"{row.load_s:.1f}",
-    "warm-up s": lambda row, first: f"{row.warmup_s:.1f}",
-    "memory": lambda row, first: (
-        "-" if row.peak_memory_bytes is None else output.format_bytes(row.peak_memory_bytes)
-    ),
-    "J/token": lambda row, first: _optional(row.joules_per_token, "{:.3f}"),
+def _latency_columns(first: LatencyRow) -> dict[str, Callable[[LatencyRow], str]]:
+    """Title -> a cell from a row. first: thinrank's."""
+    return {
+        "system": lambda row: row.system,
+        "TTFT ms": lambda row: f"{row.ttft_ms:.2f}",
+        "ms/token": lambda row: f"{row.tpot_ms_p50:.3f}",
+        "p20": lambda row: f"{row.tpot_ms_p20:.3f}",
+        "p80": lambda row: f"{row.tpot_ms_p80:.3f}",
+        "thinrank is": lambda row: f"{row.tpot_ms_p50 / first.tpot_ms_p50:.2f}x",
+        "MBU": lambda row: f"{row.mbu:.1%}",
+        "read/step": lambda row: output.format_bytes(row.bytes_per_step),
+        "launches/token": lambda row: _optional(row.launches_per_token, "{:.0f}"),
+        "load s": lambda row: f"{row.load_s:.1f}",
+        "warm-up s": lambda row: f"{row.warmup_s:.1f}",
+        "memory": lambda row: (
+            "-" if row.peak_memory_bytes is None else output.format_bytes(row.peak_memory_bytes)
+        ),
+        "J/token": lambda row: _optional(row.joules_per_token, "{:.3f}"),
+    }
+
+
+def _step(row: AblationRow) -> str:
+    """What a row measures, in words."""
+    if row.series in ("base", "full"):
+        return row.series
+    return {"alone": "base, ", "ladder": "+ ", "without": "full, "}[row.series] + row.change
+
+
+_ABLATION_COLUMNS: dict[str, Callable[[AblationRow], str]] = {
+    "step": lambda row: f"{row.system}: {_step(row)}",
+    "launches/token": lambda row: f"{row.launches_per_token:.0f}",
+    "copies/token": lambda row: f"{row.copies_per_token:.0f}",
+    "host ms": lambda row: f"{row.host_ms:.3f}",
+    "ms/token": lambda row: f"{row.ms_per_token_p50:.3f}",
+    "p20": lambda row: f"{row.ms_per_token_p20:.3f}",
+    "p80": lambda row: f"{row.ms_per_token_p80:.3f}",
+    "factor": lambda row: f"{row.factor:.2f}x",
+    "gain": lambda row: f"{row.gain:.2f}x",
+}
+
+_SWEEP_COLUMNS: dict[str, Callable[[SweepRow], str]] = {
+    "keep_ratio": lambda row: f"{row.keep_ratio:g} {row.structure}",
+    "tokens in": lambda row: _optional(row.input_len, "{}"),
+    "TTFT ms": lambda row: _optional(row.ttft_ms, "{:.2f}"),
+    "context": lambda row: _optional(row.context_len, "{}"),
+    "ms/token": lambda row: _optional(row.tpot_ms_p50, "{:.3f}"),
+    "p20": lambda row: _optional(row.tpot_ms_p20, "{:.3f}"),
+    "p80": lambda row: _optional(row.tpot_ms_p80, "{:.3f}"),
+    "MBU": lambda row: _optional(row.mbu, "{:.1%}"),
+    "read/step": lambda row: "-" if row.bytes_per_step is None else output.format_bytes(row.bytes_per_step),
 }
