@@ -78,10 +78,16 @@ class Problem:
         return workspace
 
     def run(
-        self, window: int | None = None, rows: slice = slice(None), workspace: DecodeWorkspace | None = None
+        self,
+        window: int | None = None,
+        rows: slice = slice(None),
+        workspace: DecodeWorkspace | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         q = self.q[rows]
-        out = torch.full((len(q), q.shape[1] * q.shape[2]), NAN, dtype=q.dtype, device=DEVICE)
+        if out is None:
+            out = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=DEVICE)
+        out.fill_(NAN)
         workspace = workspace or self.workspace()
         result = decode_attention(
             q,
@@ -100,7 +106,7 @@ class Problem:
 
     def expected(self, window: int | None = None) -> Tensor:
         out = reference.paged_attention(
-            self.q.to(self.keys.dtype).float(),
+            self.q.float(),
             self.keys.float(),
             self.values.float(),
             self.tables.long(),
@@ -144,10 +150,18 @@ def test_dtypes(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
     assert_matches(problem.run(), problem.expected())
 
 
-def test_float32_queries_over_a_16_bit_cache() -> None:
-    """q is rounded to the cache's dtype; a single head keeps everything else, and the output, in float32."""
-    problem = Problem((1, 130), 2, 2, 64, torch.float16, q_dtype=torch.float32)
-    assert_matches(problem.run(), problem.expected())
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize("parts", [False, True])
+def test_float32_queries_over_a_16_bit_cache(heads: int, kv_heads: int, parts: bool) -> None:
+    """Neither the query nor the probabilities are rounded to the cache's dtype: 1e-4, float16 would give 1e-3.
+
+    parts: the output as the next GEMV reads it, two float16 numbers each.
+    """
+    problem = Problem((1, 130), heads, kv_heads, 64, torch.float16, q_dtype=torch.float32)
+    out = torch.empty(2, 2, heads * 64, dtype=torch.float16, device=DEVICE) if parts else None
+    result = problem.run(out=out)
+    result = result.float().sum(1) if parts else result
+    torch.testing.assert_close(result, problem.expected(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("window", [1, 64, 65, 200, 10_000])

@@ -1,6 +1,5 @@
 """The packed decoder against the reference decoder: prefill, chunks, decode steps; every mix of modules."""
 
-
 import pytest
 import torch
 

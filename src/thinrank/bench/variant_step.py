@@ -117,7 +117,7 @@ class VariantStep:
         config = filled.decoder.config
         self.filled, self.variant = filled, variant
         self.decoder = replace(filled.decoder, pdl=variant.pdl)
-        self._inner = filled.state.activated.new_empty(2, 1, config.intermediate_size)
+        self._inner = torch.empty(2, 1, config.intermediate_size, device=self.decoder.device)
         self._unused = torch.empty_like(filled.kv_cache[0].keys)
         filled.rewind(1)
         self._launches = self._prepare()
@@ -203,7 +203,7 @@ class VariantStep:
         self._rope(index, 0, KVLayer(cache.keys[:, :0], cache.values[:, :0]))
         position = state.positions.long()
         for latents, offset in zip(history, packed.in_offsets[1:], strict=True):
-            latents.index_copy_(0, position, state.latents[:, offset : offset + latents.shape[1]])
+            latents.index_copy_(0, position, state.latents[:, 0, offset : offset + latents.shape[1]])
         rebuild(self.decoder, index, history, cache)
 
     def _gate_up_apart(self, index: int) -> None:
@@ -218,7 +218,7 @@ class VariantStep:
         if packed.bias is not None:
             self._inner += packed.bias.view(2, 1, -1)
         gate, up = self._inner
-        torch.mul(F.silu(gate, inplace=True), up, out=state.activated)
+        state.activated.copy_(ops.in_two_parts(ops.silu_mul(gate, up), self.decoder.dtype))
 
     def _first_factors(self, projections: PackedProjections, *, packed: bool) -> None:
         """To the latents, in one launch or one after the other; nothing if all are dense."""
@@ -260,7 +260,7 @@ class VariantStep:
             self._norm_project(Segments.of([(matrix.offset, matrix.rows, matrix.width, 0, 0)]), out)
             return
         project(
-            state.latents[:, in_offset:], decoder.arena, matrix.offset, matrix.rows, matrix.width, out, state.splits,
+            state.latents[:, :, in_offset:], decoder.arena, matrix.offset, matrix.rows, matrix.width, out, state.splits,
             config=decoder.settings("project", matrix.rows, matrix.width), pdl=decoder.pdl,
         )  # fmt: skip
 

@@ -169,6 +169,10 @@ class DecodeGraphs:
         }
 
     @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        return tuple(self._graphs)
+
+    @property
     def max_rows(self) -> int:
         return max(self._graphs)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..config import BLOCK_SIZE
+from .gemv import store_parts
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -115,21 +116,25 @@ def decode_attention(
 ) -> Tensor:
     """out[b, h] = softmax(scale * q[b, h] . keys) . values over the tokens of sequence b; one query each.
 
-    q: [batch, heads, head_dim], bfloat16, float16 or float32; rows and heads may have any stride. It is
-    rounded to the caches' dtype. caches: [blocks, kv_heads, 64, head_dim] with equal strides, a block's head
-    contiguous; heads a multiple of kv_heads. block_tables: int32 [batch, blocks], any row stride; only the
-    entries of blocks in use are read. context_lens: int32 [batch], the new token included; a row of length 0
-    reads nothing and gives zeros. window: the query sees this many tokens, itself included; None: all.
-    out: [batch, heads * head_dim], q's dtype. workspace: from `decode_attention_workspace` for at least this
-    batch, not in use by another stream. pdl: launch with programmatic dependent launch (compute capability
-    9.0 and later). config: for tuning; its num_splits must be the workspace's.
+    q: [batch, heads, head_dim], bfloat16, float16 or float32; rows and heads may have any stride. With more than 8
+    heads a kv head it is rounded to the caches' dtype. caches: [blocks, kv_heads, 64, head_dim] with equal strides,
+    a block's head contiguous; heads a multiple of kv_heads. block_tables: int32 [batch, blocks], any row stride;
+    only the entries of blocks in use are read. context_lens: int32 [batch], the new token included; a row of length
+    0 reads nothing and gives zeros. window: the query sees this many tokens, itself included; None: all.
+    out: [batch, heads * head_dim] in any of these dtypes, or [batch, 2, heads * head_dim] in two parts for the next
+    GEMV. workspace: from `decode_attention_workspace` for at least this batch, not in use by another stream. pdl:
+    launch with programmatic dependent launch (compute capability 9.0 and later). config: for tuning; its num_splits
+    must be the workspace's.
 
     Returns out. A row's result depends on nothing but the row: it is the same bit for bit in any batch.
     Rows of blocks beyond the context may hold anything, NaN included.
     Raises ValueError for a shape, dtype or stride that the kernel does not take. Lengths live on the device
     and are not checked: a context_len must fit its block table.
     """
-    batch, heads, head_dim = check_paged_inputs(q, key_cache, value_cache, block_tables, context_lens, out)
+    parts = out.dim() == 3
+    batch, heads, head_dim = check_paged_inputs(
+        q, key_cache, value_cache, block_tables, context_lens, out[:, 0] if parts else out
+    )
     check_scale_and_window(scale, window)
     kv_heads = key_cache.shape[1]
     if len(block_tables) != batch or len(context_lens) != batch:
@@ -168,8 +173,8 @@ def decode_attention(
         out.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
-        # tl.dot wants 16 rows at least; a single head needs no tensor core.
-        GROUP_PAD=1 if group == 1 else max(16, triton.next_power_of_2(group)),
+        # A single head needs no tensor core; up to 8 are there in two parts, as an operand has 16 rows at least.
+        GROUP_PAD=1 if group == 1 else max(8, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=BLOCK_SIZE,
@@ -177,6 +182,7 @@ def decode_attention(
         NUM_SPLITS=config.num_splits,
         NUM_SPLITS_PAD=splits_pad,
         MERGED_SPLITS=min(splits_pad, merged),
+        PARTS=parts,
         NUM_STAGES=config.num_stages,
         PDL=pdl,
         num_warps=config.num_warps,
@@ -216,10 +222,10 @@ def check_paged_inputs(
         raise ValueError("the tokens of a block's head must be contiguous")
     if q.stride(2) != 1:
         raise ValueError(f"the last stride of q is {q.stride(2)}; it must be 1")
-    if out.shape != (tokens, heads * head_dim) or out.dtype != q.dtype or out.stride(1) != 1:
+    if out.shape != (tokens, heads * head_dim) or out.dtype not in DTYPES or out.stride(1) != 1:
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; "
-            f"{q.dtype} {(tokens, heads * head_dim)} with last stride 1 expected"
+            f"a float of {(tokens, heads * head_dim)} with last stride 1 expected"
         )
     for name, tensor, dim in (("block_tables", block_tables, 2), ("context_lens", context_lens, 1)):
         if tensor.dtype != torch.int32 or tensor.dim() != dim or tensor.stride(-1) != 1:
@@ -281,6 +287,7 @@ def _decode_kernel(
     NUM_SPLITS: tl.constexpr,
     NUM_SPLITS_PAD: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -329,8 +336,7 @@ def _decode_kernel(
         if used == 1:
             # A row without tokens has total 0 and gives zeros. NaN > 0 is false: a NaN stays one through acc.
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-            offsets = head[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(out_row + offsets, acc.to(out_ptr.dtype.element_ty), mask=valid)
+            _store(out_row + head[:, None] * HEAD_DIM + dim[None, :], out_stride, acc, valid, PARTS)
         else:
             pair = row * KV_HEADS + kv_head
             slot = (pair * NUM_SPLITS + split) * GROUP + head
@@ -343,7 +349,7 @@ def _decode_kernel(
             if arrived == used - 1:
                 tl.store(counters_ptr + pair, 0)  # for the next launch of the graph
                 _merge(
-                    partials_ptr, stats_ptr, out_row, pair * NUM_SPLITS * GROUP, used,
+                    partials_ptr, stats_ptr, out_row, out_stride, PARTS, pair * NUM_SPLITS * GROUP, used,
                     GROUP, HEAD_DIM, HEAD_DIM_PAD, NUM_SPLITS_PAD, MERGED_SPLITS,
                 )  # fmt: skip
 
@@ -370,7 +376,7 @@ def _attend_one(
     token = tl.arange(0, TILE)
     dim = tl.arange(0, HEAD_DIM_PAD)
     q = tl.load(q_ptr + dim, mask=dim < HEAD_DIM, other=0.0)
-    q = q.to(key_ptr.dtype.element_ty).to(tl.float32) * scale_log2
+    q = q.to(tl.float32) * scale_log2
     # Finite, so that the difference of two maxima is never inf - inf.
     m = tl.full([1], -1e30, tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -399,6 +405,13 @@ def _attend_one(
 
 
 @triton.jit
+def _part(x, part, dtype: tl.constexpr):
+    """float32 x rounded to dtype where part is 0, what the rounding left where it is 1."""
+    rounded = x.to(dtype)
+    return tl.where(part == 0, rounded, (x - rounded.to(tl.float32)).to(dtype))
+
+
+@triton.jit
 def _attend_group(
     q_ptr, q_stride_head, key_ptr, value_ptr, table, scale_log2, first, begin, end,
     cache_stride_block, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -408,12 +421,13 @@ def _attend_group(
 
     Returns m [GROUP_PAD], total [GROUP_PAD], acc [GROUP_PAD, HEAD_DIM_PAD]; rows past GROUP are meaningless.
     """
-    head = tl.arange(0, GROUP_PAD)
+    PARTS: tl.constexpr = 2 if GROUP_PAD == 8 else 1
+    row = tl.arange(0, PARTS * GROUP_PAD)
     token = tl.arange(0, TILE)
     dim = tl.arange(0, HEAD_DIM_PAD)
-    q_mask = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + head[:, None] * q_stride_head + dim[None, :], mask=q_mask, other=0.0)
-    q = q.to(key_ptr.dtype.element_ty)
+    q_mask = (row % GROUP_PAD < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + (row % GROUP_PAD)[:, None] * q_stride_head + dim[None, :], mask=q_mask, other=0.0)
+    q = _part(q.to(tl.float32), (row // GROUP_PAD)[:, None], key_ptr.dtype.element_ty)
     m = tl.full([GROUP_PAD], -1e30, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, HEAD_DIM_PAD], tl.float32)
@@ -428,16 +442,27 @@ def _attend_group(
         k = tl.load(key_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(value_ptr + offsets, mask=mask, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        score = tl.sum(tl.reshape(score, [PARTS, GROUP_PAD, TILE]), axis=0)
         score = tl.where(seen[None, :], score, float("-inf"))
         m_new = tl.maximum(m, tl.max(score, axis=1))
         decay = tl.exp2(m - m_new)
         p = tl.exp2(score - m_new[:, None])
         total = total * decay + tl.sum(p, axis=1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        p = tl.broadcast_to(tl.reshape(p, [1, GROUP_PAD, TILE]), [PARTS, GROUP_PAD, TILE])
+        p = tl.reshape(_part(p, tl.arange(0, PARTS)[:, None, None], v.dtype), [PARTS * GROUP_PAD, TILE])
+        products = tl.reshape(tl.dot(p, v, input_precision="ieee"), [PARTS, GROUP_PAD, HEAD_DIM_PAD])
+        acc = acc * decay[:, None] + tl.sum(products, axis=0)
         m = m_new
         block = following
     return m, total, acc
+
+
+@triton.jit
+def _store(pointers, out_stride, value, mask, PARTS: tl.constexpr):
+    if PARTS:
+        store_parts(pointers, out_stride // 2, value, mask)
+    else:
+        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -458,8 +483,9 @@ def _load_partials(partials_ptr, slots, mask, HEAD_DIM: tl.constexpr, HEAD_DIM_P
 
 @triton.jit
 def _merge(
-    partials_ptr, stats_ptr, out_row, slot, used, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PAD: tl.constexpr, NUM_SPLITS_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    partials_ptr, stats_ptr, out_row, out_stride, PARTS: tl.constexpr, slot, used,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, NUM_SPLITS_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """out = sum of 2^(m_s - m) acc_s / sum of 2^(m_s - m) total_s over the splits s, all heads of a group at once.
 
@@ -488,6 +514,4 @@ def _merge(
             acc += tl.sum(chunk * share[:, :, None], axis=0)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     place = out_row + head[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(
-        place, acc.to(out_row.dtype.element_ty), mask=(head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    )
+    _store(place, out_stride, acc, (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :], PARTS)

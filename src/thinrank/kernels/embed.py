@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv import SQUARES_GROUP, wait_for_inputs
+from .gemv import SQUARES_GROUP, store_parts, wait_for_inputs
 
 
 def embed(
@@ -22,7 +22,8 @@ def embed(
     """hidden[b] = embed_tokens[token_ids[b]]; scaled = hidden * norm; sums of squares over groups of 16 channels.
 
     token_ids: int64 [batch]. embed_tokens: [vocab_size, hidden_size]. norm: float32 [hidden_size]. hidden: float32
-    [batch, hidden_size]. scaled: the same in the weights' dtype. squares: float32 [batch, hidden_size / 16].
+    [batch, hidden_size]. scaled: [batch, 2, hidden_size], in the weights' dtype and in two parts (gemv). squares:
+    float32 [batch, hidden_size / 16].
     """
     batch, hidden_size = hidden.shape
     _embed_kernel[(triton.cdiv(hidden_size, 1024), batch)](
@@ -45,6 +46,6 @@ def _embed_kernel(
     x = tl.load(embed_tokens + token * hidden_size + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(hidden + row * hidden_size + columns, x, mask=mask)
     next_input = x * tl.load(norm + columns, mask=mask, other=0.0)
-    tl.store(scaled + row * hidden_size + columns, next_input.to(scaled.dtype.element_ty), mask=mask)
+    store_parts(scaled + row * 2 * hidden_size + columns, hidden_size, next_input, mask)
     num_groups = hidden_size // GROUP
     tl.store(squares + row * num_groups + group, tl.sum(x * x, axis=1), mask=group < num_groups)

@@ -6,6 +6,10 @@ of 64 columns in turn and multiplies them on tensor cores, the batch rows being 
 that a batch of 8 takes hardly longer than one row, and in the same order of summation: a row's result is the same
 bit for bit alone and in any batch.
 
+That side has room for 16 rows and the batch has at most 8, so each input comes in two parts, the number rounded to the
+weights' dtype and what the rounding left, [batch, 2, width], and a 16-bit model is multiplied with inputs of 16 bits of
+mantissa (bfloat16) for the price of 8.
+
 A tile is what one load instruction of every thread brings: 8 rows of 32 columns for each warp, 16 bytes a thread.
 It goes into the tensor cores from the registers that it was loaded into. They want columns spread over a warp in
 another order, but a sum over columns may run in any order: `fragment` renames the columns of weights and inputs
@@ -43,9 +47,19 @@ def tile_rows(matrix, first_row, num_rows, stride, SLICES: tl.constexpr):
 
 
 @triton.jit
+def input_rows(x, batch, stride, SLICES: tl.constexpr):
+    """Where the tiles of the inputs' rows start, both parts of 8 rows: pointers [2 * SLICES * 8, 32]."""
+    lane = tl.arange(0, 2 * SLICES * 8)
+    row = tl.minimum(lane % 8, batch - 1)
+    part = lane // (SLICES * 8)
+    columns = (lane // 8 % SLICES * 64)[:, None] + tl.arange(0, 32)[None, :]
+    return x + (row * stride + part * (stride // 2))[:, None] + columns
+
+
+@triton.jit
 def load_tiles(pointers, k, end, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr):
-    """2 * AHEAD tiles [SLICES * 8, 32] from column k, zeros from column `end`; EVEN: which is far enough."""
-    first = (tl.arange(0, SLICES * 8) // 8 * 64)[:, None]
+    """2 * AHEAD tiles, shaped as the pointers, from column k, zeros from column `end`; EVEN: which is far enough."""
+    first = (tl.arange(0, pointers.shape[0]) // 8 % SLICES * 64)[:, None]
     tiles = ()
     for i in tl.static_range(2 * AHEAD):
         at = k + (i // 2) * SLICES * 64 + (i % 2) * 32
@@ -59,27 +73,32 @@ def load_tiles(pointers, k, end, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN
 
 @triton.jit
 def fragment(tile, SLICES: tl.constexpr):
-    """[SLICES * 8, 32] -> [SLICES, 8, 32] with the columns in the order of the registers of a tensor core operand.
+    """[n * 8, 32] -> [SLICES, n / SLICES * 8, 32], columns in the order of the registers of a tensor core operand.
 
     A thread has 8 columns 8 j + 2 a + b of its row, j its number among the row's four. The operand (m16n8k16, both
     sides) wants it to have 8 a + 2 j + b.
     """
-    tile = tl.permute(tl.reshape(tile, [SLICES * 8, 4, 4, 2]), [0, 2, 1, 3])
-    return tl.reshape(tile, [SLICES, 8, 32])
+    parts: tl.constexpr = tile.shape[0] // (SLICES * 8)
+    tile = tl.permute(tl.reshape(tile, [parts, SLICES, 8, 4, 4, 2]), [1, 0, 2, 4, 3, 5])
+    return tl.reshape(tile, [SLICES, parts * 8, 32])
 
 
 @triton.jit
 def add_tiles(acc, tiles, inputs, SLICES: tl.constexpr, AHEAD: tl.constexpr):
-    """acc [SLICES, 16, 8] plus the products of `load_tiles` of a matrix and of its inputs.
-
-    An operand has 16 rows and the batch at most 8: they are there twice, which costs no register.
-    """
+    """acc [SLICES, 16, 8] plus the products of `load_tiles` of a matrix and of its inputs, both parts of 8 rows."""
     for i in tl.static_range(2 * AHEAD):
-        x = tl.reshape(fragment(inputs[i], SLICES), [SLICES, 1, 8, 32])
-        x = tl.reshape(tl.broadcast_to(x, [SLICES, 2, 8, 32]), [SLICES, 16, 32])
         weights = tl.permute(fragment(tiles[i], SLICES), [0, 2, 1])
-        acc = tl.dot(x, weights, acc, input_precision="ieee")
+        acc = tl.dot(fragment(inputs[i], SLICES), weights, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def store_parts(pointers, part_stride, value, mask):
+    """A float32 value as the next GEMV reads it: rounded, and `part_stride` further what the rounding left."""
+    rounded = value.to(pointers.dtype.element_ty)
+    tl.store(pointers, rounded, mask=mask)
+    rest = value - rounded.to(tl.float32)
+    tl.store(pointers + part_stride, rest.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -94,8 +113,8 @@ def gemv(
     matrices end together, after whole steps.
     """
     step: tl.constexpr = AHEAD * SLICES * 64
-    inputs0 = tile_rows(x0, 0, batch, stride0, SLICES)
-    inputs1 = tile_rows(x1, 0, batch, stride1, SLICES)
+    inputs0 = input_rows(x0, batch, stride0, SLICES)
+    inputs1 = input_rows(x1, batch, stride1, SLICES)
     x0_tiles = load_tiles(inputs0, begin, end0, SLICES, AHEAD, EVEN)
     x1_tiles = x0_tiles
     if not SAME_INPUT:
@@ -118,12 +137,12 @@ def gemv(
         acc0 = add_tiles(acc0, tiles0, x0_tiles, SLICES, AHEAD)
         if PAIR:
             acc1 = add_tiles(acc1, tiles1, x1_tiles, SLICES, AHEAD)
-    # Every sum is there twice. Both are summed over the warps together: one exchange instead of two.
+    # The parts of the inputs and the warps are summed up, for both matrices together: one exchange instead of two.
     if PAIR:
-        sums = tl.sum(tl.sum(tl.reshape(tl.join(acc0, acc1), [SLICES, 2, 8, 8, 2]), axis=1), axis=0) * 0.5
+        sums = tl.sum(tl.sum(tl.reshape(tl.join(acc0, acc1), [SLICES, 2, 8, 8, 2]), axis=1), axis=0)
         sum0, sum1 = tl.split(tl.permute(sums, [1, 0, 2]))
     else:
-        sum0 = tl.trans(tl.sum(tl.sum(tl.reshape(acc0, [SLICES, 2, 8, 8]), axis=1), axis=0) * 0.5)
+        sum0 = tl.trans(tl.sum(tl.sum(tl.reshape(acc0, [SLICES, 2, 8, 8]), axis=1), axis=0))
         sum1 = sum0
     return sum0, sum1
 

@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv import gemv_rows, load_rows, load_squares, norm_scale, split_range, sum_splits, wait_for_inputs
+from .gemv import (
+    gemv_rows,
+    load_rows,
+    load_squares,
+    norm_scale,
+    split_range,
+    store_parts,
+    sum_splits,
+    wait_for_inputs,
+)
 from .segments import Segments
 from .tuning import GemvConfig
 from .workspace import SplitWorkspace
@@ -26,17 +35,19 @@ def norm_project(
 ) -> None:
     """out[b, seg.out_offset + i] = (W_seg @ scaled[b])[i] / sqrt(mean(hidden[b]^2) + eps) for every segment.
 
-    scaled: [batch, hidden_size], hidden times the norm's weight, in the weights' dtype. squares: float32 [batch,
-    hidden_size / 16], sums of hidden^2 over groups of 16 channels. segments: at most three, all of width
-    hidden_size. out: [batch, stride] in any float dtype.
+    scaled: [batch, 2, hidden_size], hidden times the norm's weight, in the weights' dtype and in two parts (gemv).
+    squares: float32 [batch, hidden_size / 16], sums of hidden^2 over groups of 16 channels. segments: at most three,
+    all of width hidden_size. out: [batch, 2, stride] in two parts for the next GEMV, or [batch, stride], in any float
+    dtype.
     """
-    batch, hidden_size = scaled.shape
+    batch, _, hidden_size = scaled.shape
     blocks = [triton.cdiv(rows, config.rows) for rows in segments.rows]
     _norm_project_kernel[(sum(blocks), config.splits)](
         scaled, squares, squares.shape[1], eps, arena, out, out.stride(0), hidden_size, batch,
         *segments.offsets, *segments.rows, *segments.out_offsets, blocks[0], blocks[0] + blocks[1],
         workspace.partials, workspace.counters,
-        ROWS=config.rows, SPLITS=config.splits, NUM_SQUARES=triton.next_power_of_2(squares.shape[1]),
+        PARTS=out.dim() == 3, ROWS=config.rows, SPLITS=config.splits,
+        NUM_SQUARES=triton.next_power_of_2(squares.shape[1]),
         PDL=pdl, launch_pdl=pdl, **config.arguments(hidden_size),
     )  # fmt: skip
 
@@ -45,8 +56,8 @@ def norm_project(
 def _norm_project_kernel(
     scaled, squares, num_squares, eps, arena, out, out_stride, K, batch,
     offset0, offset1, offset2, rows0, rows1, rows2, out0, out1, out2, end0, end1, partials, counters,
-    ROWS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
-    NUM_SQUARES: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, NUM_SQUARES: tl.constexpr,
+    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, split = tl.program_id(0), tl.program_id(1)
     offset, num_rows, out_offset, first_block = tl.cast(offset0, tl.int64), rows0, out0, 0
@@ -59,10 +70,14 @@ def _norm_project_kernel(
     weights = load_rows(arena + offset, first_row, num_rows, K, begin, end, ROWS, SLICES, AHEAD, EVEN)
     wait_for_inputs(PDL)
     square_sums = load_squares(squares, num_squares, batch, NUM_SQUARES)
-    sums = gemv_rows(weights, scaled, K, begin, end, batch, ROWS, SLICES, AHEAD, EVEN)
+    sums = gemv_rows(weights, scaled, 2 * K, begin, end, batch, ROWS, SLICES, AHEAD, EVEN)
     sums, is_last = sum_splits(sums, partials, counters, block, split, ROWS, SPLITS)
     if is_last:
         row, column = first_row + tl.arange(0, ROWS), tl.arange(0, 8)
         pointers = out + column[None, :] * out_stride + out_offset + row[:, None]
-        result = (sums * norm_scale(square_sums, K, eps)).to(out.dtype.element_ty)
-        tl.store(pointers, result, mask=(row < num_rows)[:, None] & (column < batch)[None, :])
+        result = sums * norm_scale(square_sums, K, eps)
+        mask = (row < num_rows)[:, None] & (column < batch)[None, :]
+        if PARTS:
+            store_parts(pointers, out_stride // 2, result, mask)
+        else:
+            tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv import SQUARES_GROUP, gemv_rows, load_rows, split_range, sum_splits, wait_for_inputs
+from .gemv import SQUARES_GROUP, gemv_rows, load_rows, split_range, store_parts, sum_splits, wait_for_inputs
 from .tuning import GemvConfig
 from .workspace import SplitWorkspace
 
@@ -25,8 +25,9 @@ def project(
 ) -> None:
     """out[b, i] = (W @ x[b])[i].
 
-    x: [batch, stride >= width], finite also beyond the true rank, in the weights' dtype. W: `rows` x `width` at
-    `offset` of the arena. out: [batch, stride >= rows].
+    x: [batch, 2, stride >= width], finite also beyond the true rank, in the weights' dtype and in two parts (gemv). W:
+    `rows` x `width` at `offset` of the arena. out: [batch, 2, stride >= rows] in two parts for the next GEMV, or
+    [batch, stride >= rows].
     """
     _launch(x, arena, offset, rows, width, out, None, None, None, None, workspace, config, pdl)
 
@@ -49,8 +50,8 @@ def project_residual(
 ) -> None:
     """hidden[b] += W @ x[b] + bias; and what the next norm needs of it: scaled = hidden * norm, sums of squares.
 
-    bias, norm: float32 [rows], bias or None. hidden: float32 [batch, rows]. scaled: [batch, rows] in the weights'
-    dtype. squares: float32 [batch, rows / 16].
+    bias, norm: float32 [rows], bias or None. hidden: float32 [batch, rows]. scaled: [batch, 2, rows] in the weights'
+    dtype and in two parts. squares: float32 [batch, rows / 16].
     """
     assert config.rows == SQUARES_GROUP, "a program writes one sum of squares"
     _launch(x, arena, offset, rows, width, hidden, bias, norm, scaled, squares, workspace, config, pdl)
@@ -74,7 +75,8 @@ def _launch(
     _project_kernel[(triton.cdiv(rows, config.rows), config.splits)](
         x, x.stride(0), arena, offset, rows, width, out, out.stride(0), x.shape[0],
         bias, norm, scaled, squares, workspace.partials, workspace.counters,
-        ROWS=config.rows, SPLITS=config.splits, HAS_BIAS=bias is not None, RESIDUAL=norm is not None,
+        PARTS=out.dim() == 3, ROWS=config.rows, SPLITS=config.splits,
+        HAS_BIAS=bias is not None, RESIDUAL=norm is not None,
         PDL=pdl, launch_pdl=pdl, **config.arguments(width),
     )  # fmt: skip
 
@@ -83,8 +85,8 @@ def _launch(
 def _project_kernel(
     x, x_stride, arena, offset, num_rows, K, out, out_stride, batch,
     bias, norm, scaled, squares, partials, counters,
-    ROWS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, split = tl.program_id(0), tl.program_id(1)
     begin, end = split_range(K, split, SPLITS)
@@ -105,8 +107,11 @@ def _project_kernel(
     if is_last:
         if RESIDUAL:
             sums += addend
-            place = column[None, :] * num_rows + row[:, None]
-            tl.store(scaled + place, (sums * next_norm).to(scaled.dtype.element_ty), mask=mask)
+            place = scaled + column[None, :] * (2 * num_rows) + row[:, None]
+            store_parts(place, num_rows, sums * next_norm, mask)
             square = tl.sum(tl.where(mask, sums * sums, 0.0), axis=0)
             tl.store(squares + column * tl.num_programs(0) + block, square, mask=column < batch)
-        tl.store(pointers, sums.to(out.dtype.element_ty), mask=mask)
+        if PARTS:
+            store_parts(pointers, out_stride // 2, sums, mask)
+        else:
+            tl.store(pointers, sums.to(out.dtype.element_ty), mask=mask)

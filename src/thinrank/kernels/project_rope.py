@@ -32,15 +32,16 @@ def project_rope(
 ) -> None:
     """q, k, v = W @ x + bias; q and k are normed (Qwen3) and rotated; k and v go to the cache.
 
-    x is latents[b, seg.in_offset:] for a low-rank module; for a dense one (in_offset -1) the normed vector, as in
+    x is latents[b, seg.in_offset:] for a low-rank module; for a dense one (in_offset below 0) the normed vector, as in
     `norm_project`. segments: q, k, v; their widths may differ. bias: float32 [q_size + 2 * kv_size] or None.
     qk_norm: float32 [2, head_dim] or None. rotation: float32 [positions, 2, head_dim/2], cos and sin of every
-    position. q: [batch, heads * head_dim]. caches: [blocks, kv_heads, block_size, head_dim]. positions: int32
+    position. latents, scaled: [batch, 2, width], in two parts (gemv). q: [batch,
+    heads * head_dim]. caches: [blocks, kv_heads, block_size, head_dim]. positions: int32
     [batch]; block_tables: int32 [batch, blocks]. A program computes 8 pairs of rows that RoPE turns together; with
     a q/k norm all pairs of a head, 8 after 8.
     """
     kv_heads, block_size, head_dim = key_cache.shape[1:]
-    batch, hidden_size = scaled.shape
+    batch, _, hidden_size = scaled.shape
     heads = segments.rows[0] // head_dim
     chunks = 1 if qk_norm is not None else head_dim // 16
     _project_rope_kernel[((heads + 2 * kv_heads) * chunks,)](
@@ -91,7 +92,7 @@ def _project_rope_kernel(
     if ANY_DENSE:
         square_sums = load_squares(squares, num_squares, batch, NUM_SQUARES)
         if in_offset < 0:
-            x, stride = scaled, hidden_size
+            x, stride = scaled, 2 * hidden_size
     firsts, seconds, squared = (), (), tl.zeros([8], tl.float32)
     for chunk in tl.static_range(CHUNKS):
         if chunk > 0:
@@ -140,14 +141,16 @@ def _project_rope_kernel(
             if chunk > 0:
                 cos, sin = tl.load(angle + chunk * 8), tl.load(angle + HALF + chunk * 8)
             first, second = first * cos - second * sin, second * cos + first * sin
+        store_mask = (column < batch)[None, :]
         if head < heads:
-            pointers = q + column[None, :] * (heads * HEAD_DIM) + head * HEAD_DIM + pair[:, None]
+            queries = q + column[None, :] * (heads * HEAD_DIM) + head * HEAD_DIM + pair[:, None]
+            tl.store(queries, first.to(q.dtype.element_ty), mask=store_mask)
+            tl.store(queries + HALF, second.to(q.dtype.element_ty), mask=store_mask)
         else:
-            place = block * cache_stride + (head_in * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
             cache = key_cache
             if head >= heads + kv_heads:
                 cache = value_cache
+            place = block * cache_stride + (head_in * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
             pointers = cache + place[None, :] + pair[:, None]
-        store_mask = (column < batch)[None, :]
-        tl.store(pointers, first.to(q.dtype.element_ty), mask=store_mask)
-        tl.store(pointers + HALF, second.to(q.dtype.element_ty), mask=store_mask)
+            tl.store(pointers, first.to(cache.dtype.element_ty), mask=store_mask)
+            tl.store(pointers + HALF, second.to(cache.dtype.element_ty), mask=store_mask)

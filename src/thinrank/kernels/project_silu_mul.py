@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv import gemv, load_squares, load_tiles, norm_scale, tile_rows, wait_for_inputs
+from .gemv import gemv, load_squares, load_tiles, norm_scale, store_parts, tile_rows, wait_for_inputs
 from .segments import Segments
 from .tuning import GemvConfig
 
@@ -26,12 +26,12 @@ def project_silu_mul(
 ) -> None:
     """out[b, i] = silu(g) * u with g, u = (W @ x + bias)[i] of segments 0 and 1.
 
-    x is latents[b, seg.in_offset:] for a low-rank module; for a dense one (in_offset -1) the normed vector, as in
+    x is latents[b, seg.in_offset:] for a low-rank module; for a dense one (in_offset below 0) the normed vector, as in
     `norm_project`. segments: gate and up, with equal rows; their widths may differ. bias: float32 [2 * rows] or
-    None. out: [batch, rows].
+    None. latents, scaled, out: [batch, 2, width], in two parts (gemv).
     """
     rows = segments.rows[0]
-    batch, hidden_size = scaled.shape
+    batch, _, hidden_size = scaled.shape
     _project_silu_mul_kernel[(triton.cdiv(rows, 8),)](
         latents, latents.stride(0), scaled, squares, squares.shape[1], hidden_size, eps, arena, rows, batch,
         *segments.offsets[:2], *segments.widths[:2], *segments.in_offsets[:2], bias, out, out.stride(0),
@@ -57,11 +57,11 @@ def _project_silu_mul_kernel(
     if DENSE0 or DENSE1:
         square_sums = load_squares(squares, num_squares, batch, NUM_SQUARES)
     if DENSE0:
-        x0, stride0 = scaled, hidden_size
+        x0, stride0 = scaled, 2 * hidden_size
     else:
         x0, stride0 = latents + in0, latents_stride
     if DENSE1:
-        x1, stride1 = scaled, hidden_size
+        x1, stride1 = scaled, 2 * hidden_size
     else:
         x1, stride1 = latents + in1, latents_stride
     gate, up = gemv(
@@ -80,6 +80,4 @@ def _project_silu_mul_kernel(
         up += tl.load(bias + num_rows + row, mask=row < num_rows, other=0.0)[:, None]
     result = gate / (1.0 + tl.exp(-gate)) * up
     pointers = out + column[None, :] * out_stride + row[:, None]
-    tl.store(
-        pointers, result.to(out.dtype.element_ty), mask=(row < num_rows)[:, None] & (column < batch)[None, :]
-    )
+    store_parts(pointers, out_stride // 2, result, (row < num_rows)[:, None] & (column < batch)[None, :])

@@ -51,6 +51,12 @@ def low_rank_linear(x: Tensor, factor_in: Tensor, factor_out: Tensor, bias: Tens
     return F.linear(latent.to(factor_out.dtype), factor_out, bias).float()
 
 
+def in_two_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 [batch, width] -> [batch, 2, width]: rounded to `dtype`, and what the rounding left; what GEMVs read."""
+    rounded = x.to(dtype)
+    return torch.stack([rounded, (x - rounded.float()).to(dtype)], dim=1)
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise, with silu(x) = x * sigmoid(x)."""
     return F.silu(gate) * up

@@ -1,71 +1,121 @@
-"""Launch settings of the decode GEMVs. Imports without triton."""
+"""Launch settings of the decode GEMVs: a table of what was measured, a rule for the rest. Imports without triton."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..errors import unknown_name
 
 
+def counted(count: int, noun: str) -> str:
+    """ "1 warp", "2 warps"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 class GemvConfig(NamedTuple):
-    """vector: sums in registers, for batch 1; else tensor cores. rows: of the matrix that a program computes.
-    block_k: columns of a tile. num_warps: with tensor cores each takes a slice of the columns. splits: programs
-    that share a block of rows, each with a range of columns. ahead: tiles read ahead."""
+    """num_warps: of a program; each takes every num_warps-th block of 64 columns. ahead: such blocks that a warp
+    loads before it needs them. rows: of a program, 8 or 16; 16 for all but `ROW_OPS`. splits: programs that share a
+    block of rows, each with a range of columns."""
 
-    vector: bool
-    rows: int
-    block_k: int
     num_warps: int
-    splits: int
     ahead: int
+    rows: int = 16
+    splits: int = 1
+
+    def __str__(self) -> str:
+        splits = f", {self.splits} splits" if self.splits > 1 else ""
+        return f"{counted(self.num_warps, 'warp')}, {self.ahead} ahead, {self.rows} rows{splits}"
+
+    @property
+    def step(self) -> int:
+        """Columns that a program multiplies in one round."""
+        return 64 * self.num_warps * self.ahead
+
+    def is_even(self, *widths: int) -> bool:
+        """Whether all matrices of a launch end together, after whole rounds of every program. 0: no matrix."""
+        present = set(widths) - {0}
+        return len(present) == 1 and present.pop() % (self.step * self.splits) == 0
+
+    @property
+    def max_registers(self) -> int:
+        """A thread's. Without a limit the assembler takes 64 as its goal and loads tiles one after the other."""
+        return min(255 if self.ahead > 2 else 168, 65536 // (32 * self.num_warps))
+
+    def arguments(self, *widths: int) -> dict[str, int]:
+        """What every GEMV's launch is given; widths: of its matrices."""
+        return {
+            "SLICES": self.num_warps,
+            "AHEAD": self.ahead,
+            "EVEN": self.is_even(*widths),
+            "num_warps": self.num_warps,
+            "maxnreg": self.max_registers,
+        }
 
 
-#: Programs that keep the 132 SMs of an H200 busy to the end.
-_ENOUGH_PROGRAMS = 256
+class Launch(NamedTuple):
+    """An op and the size of its matrix, all segments together: rows, and columns of the widest."""
 
-OPS = ("norm_project", "project", "project_residual", "project_rope", "project_head_rope", "project_silu_mul")
-
-
-def gemv_config(op: str, rows: int, width: int, vector: bool) -> GemvConfig:
-    """Settings of an op for a matrix of `rows` x `width`.
-
-    They depend on the shape of the layer alone, never on the batch. The best of a sweep on an H200 over the
-    shapes of LLaMA-7B at keep_ratio 0.5; docs/performance-log.md has the figures.
-    """
-    if op not in OPS:
-        raise unknown_name("op", op, list(OPS))
-    config = _vector_config(op, rows, width) if vector else _matrix_config(op, rows, width)
-    return config._replace(block_k=min(config.block_k, max(16, 1 << (width - 1).bit_length())))
+    op: str
+    rows: int
+    width: int
 
 
-def _vector_config(op: str, rows: int, width: int) -> GemvConfig:
+OPS = ("norm_project", "project", "project_residual", "project_rope", "project_silu_mul")
+
+#: Ops whose programs may have 8 rows, and those whose programs can share a block of rows.
+ROW_OPS = ("norm_project", "project")
+SPLIT_OPS = (*ROW_OPS, "project_residual")
+
+#: Workspaces have room for so many.
+MAX_SPLITS = 8
+
+
+def choices(op: str) -> dict[str, tuple[int, ...]]:
+    """What each field of an op's `GemvConfig` may be."""
+    return {
+        "num_warps": (1, 2, 4, 8, 16),
+        "ahead": (1, 2, 4),
+        "rows": (8, 16) if op in ROW_OPS else (16,),
+        "splits": (1, 2, 4, MAX_SPLITS) if op in SPLIT_OPS else (1,),
+    }
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """Settings by launch. They decide the order of summation, so they depend on a layer's shape and the card,
+    never on the batch. source: the table's file."""
+
+    entries: Mapping[Launch, GemvConfig] = field(default_factory=lambda: MappingProxyType({}))
+    source: str = "none"
+
+    def config(self, launch: Launch) -> GemvConfig:
+        """The table's entry, or the rule's."""
+        if launch.op not in OPS:
+            raise unknown_name("op", launch.op, list(OPS))
+        return self.entries.get(launch) or gemv_rule(launch)
+
+    def origin(self, launch: Launch) -> str:
+        """Where `config` has it from: "table" or "rule"."""
+        return "table" if launch in self.entries else "rule"
+
+
+def gemv_rule(launch: Launch) -> GemvConfig:
+    """Settings of a launch that no table lists."""
+    op, rows, width = launch
     match op:
-        case "norm_project" if rows >= 16384:  # lm_head
-            return GemvConfig(True, 2, 1024, 4, 1, 4)
         case "norm_project":
-            return GemvConfig(True, 8, 512, 4, 1, 2)
-        case "project" if width >= 8192:
-            return GemvConfig(True, 4, 2048, 8, 1, 1)
+            config = GemvConfig(4, 4, rows=8)
         case "project":
-            return GemvConfig(True, 2, 2048, 4, 1, 2)
-        case "project_residual" if width >= 1536:
-            return GemvConfig(True, 16, 512, 8, 1, 1)
+            config = GemvConfig(16 if rows < 2048 and width < 8192 else 8, 4, rows=8)
         case "project_residual":
-            return GemvConfig(True, 16, 256, 4, 1, 2)
-        case "project_rope":
-            return GemvConfig(True, 4, 256, 4, 1, 2)
-        case "project_head_rope":  # a whole head leaves fewer registers
-            return GemvConfig(True, 64, 128, 8, 1, 1)
-    return GemvConfig(True, 8, 256, 4, 1, 2)
-
-
-def _matrix_config(op: str, rows: int, width: int) -> GemvConfig:
-    match op:
-        case "project_rope" | "project_silu_mul":
-            return GemvConfig(False, 16, 64, 4, 1, 1)
-        case "project_head_rope":
-            return GemvConfig(False, 64, 32, 4, 1, 1)
-    splits = 1
-    while splits < 8 and rows // 16 * splits < _ENOUGH_PROGRAMS and width // (splits * 2) >= 1024:
-        splits *= 2
-    return GemvConfig(False, 16, 64 if splits > 4 else 128, 4, splits, 1)
+            config = GemvConfig(4, 4)
+        case _:
+            config = GemvConfig(2, 4)
+    while config.step > width and config.ahead > 1:
+        config = config._replace(ahead=config.ahead // 2)
+    while config.step > width and config.num_warps > 1:
+        config = config._replace(num_warps=config.num_warps // 2)
+    return config

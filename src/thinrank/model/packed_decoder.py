@@ -27,7 +27,8 @@ from ..kernels.project_rope import project_rope
 from ..kernels.project_silu_mul import project_silu_mul
 from ..kernels.sample import RowSampling, SampleWorkspace, sample
 from ..kernels.segments import Segments
-from ..kernels.tuning import GemvConfig, Launch, LaunchSettings
+from ..kernels.settings_file import settings_for
+from ..kernels.tuning import MAX_SPLITS, GemvConfig, Launch, LaunchSettings
 from ..kernels.workspace import SplitWorkspace
 from .batch import ForwardBatch, KVLayer
 from .layers import TensorSource
@@ -134,8 +135,9 @@ class PackedDecoder:
         rotation = torch.stack(rope.rotation(torch.arange(max_model_len, device=device)), dim=1).contiguous()
         pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         return PackedDecoder(
-            config, builder.arena, embed_tokens, tuple(layers), norm("model.norm"), lm_head, rotation, pdl
-        )
+            config, builder.arena, embed_tokens, tuple(layers), norm("model.norm"), lm_head, rotation, pdl,
+            settings_for(device),
+        )  # fmt: skip
 
     @property
     def device(self) -> torch.device:
@@ -154,8 +156,11 @@ class PackedDecoder:
         config, device = self.config, self.device
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
-        def vector(width: int, dtype: torch.dtype = self.dtype) -> Tensor:
+        def vector(width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch_size, width, dtype=dtype, device=device)
+
+        def parts(width: int) -> Tensor:
+            return torch.zeros(batch_size, 2, width, dtype=self.dtype, device=device)
 
         latent_width = max(
             packed.latent_width
@@ -170,13 +175,17 @@ class PackedDecoder:
             history=torch.zeros(HISTORY_SLOTS, batch_size, dtype=torch.int64, device=device),
             logits=vector(config.vocab_size, torch.float32),
             hidden=vector(config.hidden_size, torch.float32),
-            scaled=vector(config.hidden_size),
+            scaled=parts(config.hidden_size),
             squares=vector(config.hidden_size // SQUARES_GROUP, torch.float32),
-            latents=vector(max(latent_width, 1)),
-            queries=vector(heads * head_dim),
-            attended=vector(heads * head_dim),
-            activated=vector(config.intermediate_size),
-            splits=SplitWorkspace.allocate(config.vocab_size, 8, device),
+            latents=parts(max(latent_width, ALIGNMENT)),
+            queries=vector(heads * head_dim, torch.float32),
+            attended=parts(heads * head_dim),
+            activated=parts(config.intermediate_size),
+            splits=SplitWorkspace.allocate(
+                max(config.vocab_size, config.hidden_size, config.intermediate_size, latent_width),
+                MAX_SPLITS,
+                device,
+            ),
             attention_workspace=decode_attention_workspace(batch_size, heads, kv_heads, head_dim, device),
             greedy_workspace=greedy_workspace(batch_size, config.vocab_size, device),
             sampling=RowSampling.allocate(batch_size, device),

@@ -18,6 +18,10 @@ from .layers import TensorSource
 
 ALIGNMENT = 64
 
+#: Where a dense module's latents start: nowhere. As aligned as all that do exist: kernels read as widely as the least
+#: aligned of their inputs allows.
+NO_LATENTS = -ALIGNMENT
+
 
 def padded(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
@@ -43,7 +47,7 @@ class PackedProjections:
 
     factor_in: matrices of the first step; latents go to `Segments.out_offsets` of the latent vector. None if
     all are dense. factor_out: matrices of the second step; each reads the latent vector at its `in_offset`, a
-    dense module (`in_offset` -1) the input itself. inputs, outputs: the same matrices for prefill.
+    dense module (`NO_LATENTS`) the input itself. inputs, outputs: the same matrices for prefill.
     latent_width: length of the latent vector. bias: float32, of all outputs one after the other, or None.
     """
 
@@ -89,7 +93,7 @@ class ArenaBuilder:
         for module, matrix in zip(low_rank, inputs, strict=True):
             offsets[module] = position
             position += padded(matrix.rows)
-        in_offsets = tuple(offsets.get(module, -1) for module in modules)
+        in_offsets = tuple(offsets.get(module, NO_LATENTS) for module in modules)
         outputs = tuple(self._place_output(module) for module in modules)
         out_offsets, out = [], 0
         for matrix in outputs:
