@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from .checkpoint.export import export
     from .compression import compress
     from .llm import LLM
+    from .planning import plan
 
 _HOMES = {
     "LLM": ".llm",
     "convert": ".checkpoint.convert",
     "export": ".checkpoint.export",
     "compress": ".compression",
+    "plan": ".planning",
 }
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "compress",
     "convert",
     "export",
+    "plan",
 ]
 
 

@@ -56,3 +56,22 @@ def test_flops_grow_with_the_context() -> None:
     norms = 7 * config.hidden_size
     assert cost.flops_per_token(config) == 2 * (cost.parameters(config) - table - norms)
     assert cost.flops_per_token(config, 10) - cost.flops_per_token(config) == 4 * 64 * 10 * 3
+
+
+def test_a_tied_head_is_quantised_beside_its_embedding() -> None:
+    tied = parse_config({**CONFIGS["llama-gqa"].to_dict(), "tie_word_embeddings": True})
+    untied = parse_config({**CONFIGS["llama-gqa"].to_dict(), "tie_word_embeddings": False})
+    for kind in (cost.INT8, cost.INT4):
+        assert cost.quantized_weight_bytes(tied, 2, kind) == cost.quantized_weight_bytes(untied, 2, kind)
+        step_bytes = cost.quantized_step_bytes(untied, 2, kind, [9])
+        assert cost.quantized_step_bytes(tied, 2, kind, [9]) == step_bytes
+    assert cost.INT4.matrix_bytes(3, 130) == 3 * (65 + 2 * 4), "a last group may be short"
+
+
+def test_latents_of_a_cache() -> None:
+    dense = parse_config(CONFIGS["llama-gqa"].to_dict())
+    assert cost.latent_kv_bytes_per_token(dense, 2) == cost.kv_bytes_per_token(dense, 2)
+    ranks = {"model.layers.0.self_attn.k_proj": 5, "model.layers.0.self_attn.q_proj": 1}
+    low_rank = parse_config(CONFIGS["llama-gqa"].to_dict(), ranks=ranks)
+    saved = dense.num_key_value_heads * dense.head_dim - 5
+    assert cost.latent_kv_bytes_per_token(low_rank, 2) == cost.kv_bytes_per_token(dense, 2) - 2 * saved

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from ..config import BLOCK_SIZE, ModelConfig
+from ..config import ModelConfig
 from ..model import cost
 from .load import open_checkpoint
 
@@ -108,9 +108,7 @@ def inspect(path: str | Path, memory: Sequence[int] = COMMON_MEMORY) -> Inspecti
 
 def max_context(config: ModelConfig, memory: int) -> int:
     """See `MemoryFit`; whole cache blocks."""
-    block_bytes = BLOCK_SIZE * cost.kv_bytes_per_token(config, ITEMSIZE)
-    blocks = max(0, memory - cost.weight_bytes(config, ITEMSIZE)) // block_bytes
-    return min(blocks * BLOCK_SIZE, config.max_position_embeddings)
+    return cost.longest_context(config, memory - cost.weight_bytes(config, ITEMSIZE), ITEMSIZE)
 
 
 def _summarise(config: ModelConfig) -> dict[str, RankSummary]:

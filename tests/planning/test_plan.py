@@ -1,0 +1,151 @@
+"""Plans: bytes by hand, the longest context at its very boundary, and every mistake named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from thinrank.bench.shapes import SHAPES
+from thinrank.config import BLOCK_SIZE
+from thinrank.errors import CheckpointError, OptionError, UnsupportedModelError
+from thinrank.planning import KEEP_RATIOS, Plan, plan
+from thinrank.planning.choice import RESERVED_MEMORY, Choice
+
+ROOMY = 200 * 2**30
+
+
+def by_name(planned: Plan) -> dict[str, Choice]:
+    return {choice.name: choice for choice in planned.choices}
+
+
+def test_bytes_of_a_tiny_model_by_hand() -> None:
+    # vocab 192, hidden 128, MLP 256, 3 layers, 4 heads and 2 KV heads of 64: q and o are [256, 128], k and v
+    # [128, 128], gate and up [256, 128], down [128, 256].
+    choices = by_name(plan(shape="tiny", memory=ROOMY, context=100, keep_ratios=(0.5,)))
+    other = 2 * 192 * 128 + (2 * 3 + 1) * 128  # embedding and lm_head; norms
+    layers = 3 * (2 * 256 * 128 + 2 * 128 * 128 + 3 * 256 * 128)
+    assert choices["dense 16-bit"].parameters == layers + other
+    assert choices["dense 16-bit"].weight_bytes == 2 * (layers + other)
+    # rank = floor(0.5 * in * out / (in + out)): 42 for 256x128, 32 for 128x128
+    factors = 3 * (5 * 42 * (256 + 128) + 2 * 32 * (128 + 128))
+    assert choices["keep_ratio 0.5"].parameters == factors + other
+    # 8 bits and 2 bytes an output; 4 bits and 4 bytes for 128 inputs; lm_head as well
+    kept = 2 * (192 * 128 + 7 * 128)  # embedding and norms
+    outputs = 3 * (256 + 128 + 128 + 128 + 256 + 256 + 128) + 192
+    groups = outputs + 3 * (128 + 128)  # o and down have two groups of 128 inputs
+    assert choices["dense 8-bit"].weight_bytes == kept + layers + 192 * 128 + 2 * outputs
+    assert choices["dense 4-bit"].weight_bytes == kept + (layers + 192 * 128) // 2 + 4 * groups
+    # 100 tokens are two blocks; keys and values of 2 heads of 64, 3 layers, 2 bytes
+    assert choices["dense 4-bit"].kv_bytes == 128 * 2 * 2 * 64 * 3 * 2
+    assert choices["keep_ratio 0.5"].kv_bytes == choices["dense 4-bit"].kv_bytes
+    assert choices["keep_ratio 0.5"].low_rank_kv_bytes == 128 * (32 + 32) * 3 * 2
+    assert choices["dense 16-bit"].low_rank_kv_bytes is None
+    # a step reads all but the embedding table, and the 100 tokens
+    step = 2 * (layers + 192 * 128 + 7 * 128) + 100 * 2 * 2 * 64 * 3 * 2
+    assert choices["dense 16-bit"].step_bytes == step
+    assert choices["dense 8-bit"].step_bytes == step - layers - 192 * 128 + 2 * outputs
+
+
+def test_dense_and_low_rank_cache_of_llama_7b() -> None:
+    """Dense: 2 * heads * head_dim * layers * T * 2 = 524,288 T bytes. Low-rank: rho times that."""
+    choices = by_name(plan(shape="llama-7b", memory=ROOMY, context=4096, keep_ratios=(0.5,)))
+    low_rank = choices["keep_ratio 0.5"]
+    assert low_rank.kv_bytes == 524_288 * 4096
+    rho = 1024 / 4096  # the rank of a 4096 x 4096 matrix at keep_ratio 0.5
+    assert low_rank.low_rank_kv_bytes == rho * low_rank.kv_bytes
+
+
+def test_four_bits_of_llama_7b_are_those_of_gpt_fast() -> None:
+    four_bit = by_name(plan(shape="llama-7b", memory=ROOMY, context=1))["dense 4-bit"]
+    assert four_bit.step_bytes / 1e9 == pytest.approx(3.51, abs=0.005)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", ["keep_ratio 0.5", "dense 16-bit", "dense 8-bit", "dense 4-bit"])
+def test_the_longest_context_fits_and_one_token_more_does_not(name: str, batch_size: int) -> None:
+    blocks = 5
+    needed = by_name(plan(shape="tiny", memory=ROOMY, context=blocks * BLOCK_SIZE, batch_size=batch_size))[
+        name
+    ]
+    for memory, longest in ((needed.needed_bytes, 5 * BLOCK_SIZE), (needed.needed_bytes - 1, 4 * BLOCK_SIZE)):
+
+        def at(context: int, memory: int = memory) -> Choice:
+            return by_name(plan(shape="tiny", memory=memory, context=context, batch_size=batch_size))[name]
+
+        assert at(1).longest_context == longest
+        assert at(longest).fits
+        assert not at(longest + 1).fits
+
+
+def test_the_longest_context_is_at_most_the_positions() -> None:
+    assert {choice.longest_context for choice in plan(shape="tiny", memory=ROOMY).choices} == {32768}
+
+
+def test_weights_that_do_not_fit_leave_no_context() -> None:
+    planned = plan(shape="tiny", memory=RESERVED_MEMORY, context=1)
+    assert not any(choice.fits or choice.longest_context for choice in planned.choices)
+
+
+def test_times() -> None:
+    numbers = by_name(plan(shape="llama-7b", memory=ROOMY, bandwidth=1e12, batch_size=2))
+    for choice in numbers.values():
+        assert choice.floor_ms == pytest.approx(choice.step_bytes / 1e9)
+        assert choice.ms_per_token is not None
+        assert choice.ms_per_token > choice.floor_ms
+        assert choice.tokens_per_s == pytest.approx(2000 / choice.ms_per_token)
+    assert all(choice.ms_per_token is None for choice in plan(shape="llama-7b", memory=ROOMY).choices)
+
+
+def test_a_config_is_enough_and_a_compressed_one_is_planned_as_its_dense_original(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPES["tiny"]))
+    expected = plan(shape="tiny", gpu="H200").choices
+    assert plan(tmp_path, gpu="H200").choices == plan(path, gpu="H200").choices == expected
+    section = {
+        "quant_method": "thinrank",
+        "format_version": 1,
+        "modules": {"model.layers.0.mlp.up_proj": {"rank": 8}},
+        "tied_factors": {},
+    }
+    path.write_text(json.dumps(SHAPES["tiny"] | {"quantization_config": section}))
+    assert plan(tmp_path, gpu="H200").choices == expected
+
+
+def test_what_is_planned_by_default() -> None:
+    planned = plan(shape="llama-7b", gpu="H200")
+    assert (planned.context, planned.batch_size) == (4096, 1)
+    assert [choice.keep_ratio for choice in planned.choices] == [*KEEP_RATIOS, 1.0, None, None]
+    assert [choice.bits for choice in planned.choices][-3:] == [16, 8, 4]
+    json.dumps(planned.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"gpu": "H200"}, "SRC"),
+        ({"source": "x", "shape": "tiny", "gpu": "H200"}, "both SRC and --shape"),
+        ({"shape": "tinny", "gpu": "H200"}, "tiny"),
+        ({"shape": "tiny", "gpu": "H2000"}, "RTX 4090"),
+        ({"shape": "tiny", "gpu": "H200", "memory": 1}, "--gpu"),
+        ({"shape": "tiny", "bandwidth": 1e12}, "--memory"),
+        ({"shape": "tiny", "memory": 0}, "memory is 0"),
+        ({"shape": "tiny", "memory": 1, "bandwidth": 0.0}, "bandwidth is 0"),
+        ({"shape": "tiny", "memory": 1, "bandwidth": float("nan")}, "bandwidth is nan"),
+        ({"shape": "tiny", "gpu": "H200", "context": 0}, "1 to 32768"),
+        ({"shape": "tiny", "gpu": "H200", "context": 32769}, "1 to 32768"),
+        ({"shape": "tiny", "gpu": "H200", "batch_size": 9}, "1 to 8"),
+        ({"shape": "tiny", "gpu": "H200", "keep_ratios": (1.0,)}, "below 1"),
+    ],
+)
+def test_mistakes(arguments: dict, part: str) -> None:
+    with pytest.raises(OptionError, match=part):
+        plan(**arguments)
+
+
+def test_configs_that_cannot_be_planned(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot read"):
+        plan(tmp_path, gpu="H200")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPES["tiny"] | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UnsupportedModelError, match="gptq"):
+        plan(tmp_path, gpu="H200")
