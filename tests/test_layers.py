@@ -15,7 +15,7 @@ PACKAGE = Path(thinrank.__file__).parent
 
 LEAVES = {"errors", "config", "device", "version"}
 RUNTIME = LEAVES | {"kernels", "model", "checkpoint", "engine", "text", "outputs", "llm"}
-EVERYTHING = RUNTIME | {"compression", "builtin_text", "eval", "bench", "demo", "server"}
+EVERYTHING = RUNTIME | {"compression", "builtin_text", "eval", "bench", "planning", "demo", "server"}
 
 #: Top-level module or package -> those that it may import, beside itself.
 MAY_IMPORT = {
@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "integrations": LEAVES | {"model", "checkpoint"},
     "bench": RUNTIME | {"builtin_text"},
     "eval": RUNTIME | {"builtin_text", "bench"},  # the same models, report and Hugging Face as are timed
+    "planning": LEAVES | {"model", "checkpoint", "compression", "bench"},  # its ranks, its shapes
     "server": RUNTIME,
     "demo": EVERYTHING - {"server"},
     "cli": EVERYTHING,

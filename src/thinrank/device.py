@@ -1,8 +1,9 @@
-"""Facts about the hardware. The only module that may read environment variables; it needs none today."""
+"""Facts about the machine. The only module that may read environment variables."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -32,6 +33,17 @@ def resolve_device(name: str | torch.device) -> torch.device:
     if int(index or 0) >= count:
         raise OptionError(f"device {str(name)!r} does not exist", f"there are {count} GPUs, counted from 0")
     return torch.device("cuda", int(index or 0))
+
+
+def cache_folder() -> Path | None:
+    """Where a user's files go that can be made again: thinrank in XDG_CACHE_HOME or ~/.cache. None without a home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if Path(named).is_absolute():  # the XDG specification: any other is ignored
+        return Path(named) / "thinrank"
+    try:
+        return Path.home() / ".cache" / "thinrank"
+    except RuntimeError:
+        return None
 
 
 def physical_memory() -> int:

@@ -59,6 +59,13 @@ def test_a_sampled_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["temperature"] for row in rows] == [0.8, 0.0]
 
 
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--explain", "--baseline", "densekv")
+    assert "explained  thinrank\n  decoder    reference: the kernels of the packed decoder need" in text
+    explained = json.loads(run(capsys, "--explain", "--baseline", "densekv", "--json"))["header"]["explained"]
+    assert list(explained) == ["thinrank"] and "graphs     none" in explained["thinrank"]
+
+
 def test_verify(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "--verify")
     assert "checked    thinrank: decode logits within" in text
@@ -151,6 +158,7 @@ def test_the_tables_without_a_gpu(
         ("bench latency --shape tiny --device tpu", "unknown device 'tpu'"),
         ("bench latency --shape tiny --keep-ratio 2", "keep_ratio is 2.0"),
         ("bench latency --shape tiny --temperature -1", "temperature is -1.0: it must be 0 or more"),
+        ("bench latency --shape tiny --verify --explain", "explain describes what is timed"),
         ("bench latency --shap tiny", "thinrank bench --help"),
         ("bench latensy", "thinrank bench --help"),
         ("bench ablation --device cpu", "run it on a machine with an NVIDIA GPU"),

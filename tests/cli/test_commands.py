@@ -182,6 +182,17 @@ def test_generate_streams_what_json_holds(run: Callable[..., str], model: str) -
     assert run("generate", model, *options) == continuation["text"] + "\n"
 
 
+def test_generate_explains_on_stderr(
+    run: Callable[..., str], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--device", "cpu", "--prompt", "def main", "--temperature", "0", "--max-tokens", "4")
+    text = run("generate", model, *options)
+    assert main(["generate", model, *options, "--explain"]) == 0
+    stdout, stderr = capsys.readouterr()
+    assert stdout == text
+    assert stderr.startswith("decoder    reference: the kernels of the packed decoder need an NVIDIA GPU\n")
+
+
 def test_generate_passes_every_option_on(run: Callable[..., str], model: str) -> None:
     options = "--seed 7 --temperature 0.9 --top-p 0.8 --top-k 9 --min-p 0.01 --repetition-penalty 1.1 --n 2"
     engine = "--device cpu --dtype float32 --max-model-len 64 --kv-cache-memory 1M --ignore-eos"

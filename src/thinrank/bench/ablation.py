@@ -110,7 +110,7 @@ def ablation(
     positions = measured.config.max_position_embeddings
     if context_len > positions:
         raise OptionError(f"context_len is {context_len}, {shape} has {positions} positions", "lower it")
-    require_gpu("ablation", target)
+    require_gpu("bench ablation", target)
     if torch.cuda.get_device_capability(target) < (9, 0):
         raise OptionError(
             f"bench ablation measures programmatic launch, which {torch.cuda.get_device_name(target)} has not",

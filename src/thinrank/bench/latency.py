@@ -13,13 +13,14 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ..checkpoint.load import DTYPES
 from ..config import ModelConfig, SamplingParams
 from ..device import resolve_device
-from ..errors import OptionError, unknown_name
+from ..engine.explain import explain as explain_engine
+from ..errors import OptionError
+from .engine_system import EngineSystem
 from .gate import Check, check_system
 from .report import Report, ReportFile, at_least, header
-from .shapes import BenchModel, checkpoint_model, random_model
+from .shapes import BenchModel, chosen_model
 from .system import System
 from .systems import OURS, build_system, model_for, selected_systems
 from .timing import (
@@ -124,6 +125,7 @@ def latency(
     seed: int = 0,
     output_json: str | Path | None = None,
     verify: bool = False,
+    explain: bool = False,
     command: str | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Report[LatencyRow]:
@@ -132,8 +134,8 @@ def latency(
     model: a checkpoint folder; or else shape: a name of `SHAPES`, with random weights of a `structure` and a
     `keep_ratio`. temperature: above 0, thinrank samples; baselines stay greedy. baseline: names of `BASELINES`,
     or "all". dtype: "auto" is bfloat16 for a shape and what is stored for a checkpoint. output_json: the file to
-    write, after every system. verify: only the correctness gate. command: for the header. on_progress: told what
-    is being done.
+    write, after every system. verify: only the correctness gate. explain: say in the header what our own systems run.
+    command: for the header. on_progress: told what is being done.
 
     Raises OptionError for an option that is unknown or out of range; ThinrankError when the gate fails;
     OutputError when the file cannot be written; what `load_model` raises for a checkpoint.
@@ -141,17 +143,10 @@ def latency(
     work = Workload(batch_size, input_len, output_len, temperature)
     at_least(1, num_iters=num_iters)
     at_least(0, num_iters_warmup=num_iters_warmup, seed=seed)
-    if dtype != "auto" and dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, ["auto", *DTYPES])
     target = resolve_device(device)
-    if (model is None) == (shape is None):
-        problem = "there is no model" if model is None else "both MODEL and --shape are given"
-        raise OptionError(problem, "pass one of MODEL and --shape NAME")
-    if model is not None:
-        measured = checkpoint_model(model, dtype, target, seed)
-    else:
-        drawn = DTYPES["bfloat16" if dtype == "auto" else dtype]
-        measured = random_model(str(shape), structure, keep_ratio, drawn, target, seed)
+    measured = chosen_model(model, shape, structure, keep_ratio, dtype, target, seed)
+    if verify and explain:
+        raise OptionError("explain describes what is timed, and verify times nothing", "leave one out")
     positions = measured.config.max_position_embeddings
     if input_len + output_len > positions:
         raise OptionError(
@@ -177,7 +172,10 @@ def latency(
         for name in names:
             on_progress(f"measuring {name}")
             reset_memory(target)
-            file.add(rows=[_row(name, measured, work, num_iters, num_iters_warmup, bandwidth, nvml)])
+            explained = file.header.setdefault("explained", {}) if explain else None
+            file.add(
+                rows=[_row(name, measured, work, num_iters, num_iters_warmup, bandwidth, nvml, explained)]
+            )
             torch.compiler.reset()  # compiled code holds on to the weights
     return file.report
 
@@ -190,7 +188,9 @@ def _row(
     num_iters_warmup: int,
     bandwidth: float,
     nvml: Nvml,
+    explained: dict[str, list[str]] | None,
 ) -> LatencyRow:
+    """explained: gets what a system of ours runs, by its name."""
     model = model_for(name, measured)
     device, steps = model.device, work.decode_steps
     started = perf_counter()
@@ -198,6 +198,8 @@ def _row(
     synchronize(device)
     loaded = perf_counter()
     system.prepare(work.prompts(model.config, model.seed), work.output_len)
+    if explained is not None and isinstance(system, EngineSystem) and system.engine is not None:
+        explained[name] = explain_engine(system.engine).lines()
     system.prefill()
     system.decode_steps(steps)
     synchronize(device)

@@ -103,11 +103,11 @@ def at_least(least: int, **values: int) -> None:
             raise OptionError(f"{name} is {value}", f"it must be at least {least}")
 
 
-def require_gpu(benchmark: str, device: torch.device) -> None:
-    """Raises OptionError for a benchmark that measures kernels and graphs, on a device that has neither."""
+def require_gpu(command: str, device: torch.device) -> None:
+    """Raises OptionError for a command that measures kernels and graphs, on a device that has neither."""
     if device.type != "cuda":
         raise OptionError(
-            f"bench {benchmark} measures GPU kernels and CUDA graphs, and the device is {device.type}",
+            f"{command} measures GPU kernels and CUDA graphs, and the device is {device.type}",
             "run it on a machine with an NVIDIA GPU; thinrank bench latency measures CPUs too",
         )
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.format import expected_tensors
-from ..checkpoint.load import compute_dtype, open_checkpoint
+from ..checkpoint.load import DTYPES, compute_dtype, open_checkpoint
 from ..config import LinearShape, ModelConfig
 from ..errors import OptionError, unknown_name
 from ..model.cost import dense_config, linear_parameters
@@ -145,6 +145,30 @@ def checkpoint_model(path: str | Path, dtype: str, device: torch.device, seed: i
         device,
         seed,
     )
+
+
+def chosen_model(
+    model: str | Path | None,
+    shape: str | None,
+    structure: str,
+    keep_ratio: float,
+    dtype: str,
+    device: torch.device,
+    seed: int,
+) -> BenchModel:
+    """A checkpoint, or a named shape with random weights; bfloat16 is the shape's "auto".
+
+    Raises OptionError unless exactly one of both is named, and what `random_model` and `open_checkpoint` raise.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, ["auto", *DTYPES])
+    if (model is None) == (shape is None):
+        problem = "there is no model" if model is None else "both MODEL and --shape are given"
+        raise OptionError(problem, "pass one of MODEL and --shape NAME")
+    if model is not None:
+        return checkpoint_model(model, dtype, device, seed)
+    drawn = DTYPES["bfloat16" if dtype == "auto" else dtype]
+    return random_model(str(shape), structure, keep_ratio, drawn, device, seed)
 
 
 def fast_decoder(model: BenchModel) -> Decoder | PackedDecoder:

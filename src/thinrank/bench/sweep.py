@@ -101,7 +101,7 @@ def sweep(
         )
         for keep_ratio in keep_ratios
     ]
-    require_gpu("sweep", target)
+    require_gpu("bench sweep", target)
     settings = {
         "shape": shape,
         "window_steps": WINDOW_STEPS,

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import OptionError
 from . import output
-from .options import Device, Json
+from .options import Device, Explain, Json, OptionalModel, RandomKeepRatio, RandomShape, RandomStructure
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,24 +44,10 @@ OutputJson = Annotated[
 
 @bench.command()
 def latency(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="Folder that thinrank convert wrote, or a dense model."),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Random weights instead of MODEL: llama-7b, llama-13b, llama3-8b, mistral-7b, qwen2.5-7b, "
-            "smollm2-135m.",
-        ),
-    ] = None,
-    structure: Annotated[
-        str, typer.Option(help="Of --shape: uniform, hetero, shared2, mixed or dense.")
-    ] = "uniform",
-    keep_ratio: Annotated[
-        float, typer.Option(help="Of --shape: share of the layers' linear parameters.")
-    ] = 0.5,
+    model: OptionalModel = None,
+    shape: RandomShape = None,
+    structure: RandomStructure = "uniform",
+    keep_ratio: RandomKeepRatio = 0.5,
     input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
     batch_size: Annotated[int, typer.Option(help="Prompts at a time.")] = 1,
@@ -91,6 +77,7 @@ def latency(
     verify: Annotated[
         bool, typer.Option("--verify", help="Only compare the logits with the float32 reference.")
     ] = False,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Time to the first token and time per token, after a check that the logits are right."""
@@ -113,6 +100,7 @@ def latency(
         seed=seed,
         output_json=output_json,
         verify=verify,
+        explain=explain,
         command=shlex.join(["thinrank", *sys.argv[1:]]),
         on_progress=_show if output.show_progress() else lambda text: None,
     )
@@ -217,8 +205,6 @@ def _print(report: Report[Any], json: bool, table: Callable[[], Table]) -> None:
     if json:
         output.write(dumps(report.to_json(), allow_nan=False) + "\n")
         return
-    from rich.console import Console
-
     header = report.header
     bandwidth = header["read_bandwidth_bytes_per_s"]
     versions = [f"{name} {header[name]}" for name in ("torch", "triton", "transformers") if header[name]]
@@ -237,11 +223,11 @@ def _print(report: Report[Any], json: bool, table: Callable[[], Table]) -> None:
             for check in report.checks
         ),
     ]
+    for system, explanation in header.get("explained", {}).items():
+        lines += [f"explained  {system}", *(f"  {line}" for line in explanation)]
     output.write_lines(lines)
     if report.rows:
-        # A pipe has no width; a table that is cut there would be no use.
-        width = None if sys.stdout.isatty() else 200
-        Console(markup=False, highlight=False, width=width).print(table())
+        output.print_table(table())
 
 
 def _table(title: str, rows: Iterable[Any], columns: dict[str, Callable[[Any], str]]) -> Table:

@@ -148,8 +148,6 @@ def _progress() -> Callable[[str], None]:
 
 
 def _print(header: dict[str, Any], facts: list[str], table: Table) -> None:
-    from rich.console import Console
-
     versions = [f"{name} {header[name]}" for name in ("torch", "triton", "transformers") if header[name]]
     output.write_lines(
         [
@@ -159,9 +157,7 @@ def _print(header: dict[str, Any], facts: list[str], table: Table) -> None:
             *facts,
         ]
     )
-    # A pipe has no width; a table that is cut there would be no use.
-    width = None if sys.stdout.isatty() else 200
-    Console(markup=False, highlight=False, width=width).print(table)
+    output.print_table(table)
 
 
 def _fidelity_table(report: FidelityReport) -> Table:

@@ -15,6 +15,7 @@ from . import output
 from .options import (
     ComputeDtype,
     Device,
+    Explain,
     IgnoreEos,
     Json,
     KVCacheMemory,
@@ -57,6 +58,7 @@ def generate(
     tokenizer: TokenizerFolder = None,
     max_model_len: MaxModelLen = EngineConfig.max_model_len,
     kv_cache_memory: KVCacheMemory = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Continue a prompt. The text appears as it is generated."""
@@ -85,6 +87,10 @@ def generate(
         max_model_len=max_model_len,
         kv_cache_memory=memory,
     )
+    if explain:
+        from ..engine.explain import explain as explanation_of
+
+        output.write_notes(explanation_of(llm.engine).lines())
     if json:
         output.write_json(_generate(llm, text, params))
     elif n == 1:

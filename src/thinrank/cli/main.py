@@ -25,9 +25,12 @@ from .eval import evaluate
 from .export import export
 from .generate import generate
 from .inspect import inspect
+from .plan import plan
+from .tune import tune
 
 COMMANDS = {
-    command.__name__: command for command in (convert, export, inspect, generate, chat, compress, demo)
+    command.__name__: command
+    for command in (convert, export, inspect, generate, chat, plan, compress, tune, demo)
 }
 #: Commands that have commands of their own.
 GROUPS = {"bench": bench, "eval": evaluate}
@@ -42,6 +45,7 @@ for name, group in GROUPS.items():
 _MEMORY_HINTS = {
     "generate": "lower --kv-cache-memory, --max-model-len or --n",
     "chat": "lower --kv-cache-memory or --max-model-len",
+    "tune": "use a GPU that has room for the model",
     "bench": "lower --batch-size, --input-len or --output-len, or take fewer --baseline",
     "eval": "lower --num-prompts or --window, or use --device cpu",
     "compress": "lower --calibration-length or --calibration-samples, or use --device cpu",

@@ -12,9 +12,27 @@ from ..errors import OptionError
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Folder that thinrank convert wrote, or a dense model.")
 ]
+OptionalModel = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="Folder that thinrank convert wrote, or a dense model."),
+]
+RandomShape = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Random weights instead of MODEL: llama-7b, llama-13b, llama3-8b, mistral-7b, qwen2.5-7b, "
+        "smollm2-135m.",
+    ),
+]
+RandomStructure = Annotated[str, typer.Option(help="Of --shape: uniform, hetero, shared2, mixed or dense.")]
+RandomKeepRatio = Annotated[float, typer.Option(help="Of --shape: share of the layers' linear parameters.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<index>.")]
+Explain = Annotated[
+    bool,
+    typer.Option("--explain", help="Say what runs: decoder, cache, graphs, every launch and its settings."),
+]
 SavedDtype = Annotated[
     str | None,
     typer.Option(help="float32, float16 or bfloat16 for all tensors.", show_default="each keeps its own"),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def show_progress() -> bool:
@@ -21,6 +24,20 @@ def write(text: str) -> None:
 
 def write_lines(lines: Iterable[str]) -> None:
     write("".join(f"{printable(line)}\n" for line in lines))
+
+
+def write_notes(lines: Iterable[str]) -> None:
+    """Put lines on stderr, so that they are no part of the result."""
+    sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
+    sys.stderr.flush()
+
+
+def print_table(table: Table) -> None:
+    from rich.console import Console
+
+    # A pipe has no width; a table that is cut there would be no use.
+    width = None if sys.stdout.isatty() else 200
+    Console(markup=False, highlight=False, width=width).print(table)
 
 
 def write_json(value: Any) -> None:

@@ -1,0 +1,63 @@
+"""What a trial launches and computes; its time, on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from thinrank.bench import step_timer
+from thinrank.bench.shapes import random_model
+from thinrank.bench.step_timer import StepTimer, enough_layers
+from thinrank.kernels.tuning import GemvConfig, Launch, LaunchSettings
+from thinrank.model.packed_decoder import PackedDecoder
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """Three layers of equal launches."""
+    model = random_model("tiny", "uniform", 0.5, torch.float32, DEVICE, 0)
+    packed = PackedDecoder.build(model.config, model.get, model.dtype, DEVICE, 1024)
+    return replace(packed, launch_settings=LaunchSettings())
+
+
+def test_launches_are_listed_once(decoder):
+    """Ranks 42 (q, o, gate, up and down) and 32 (k and v), padded to 64 columns."""
+    assert StepTimer(decoder, 2, (1,)).launches() == [
+        Launch("norm_project", 106, 128),
+        Launch("project_rope", 512, 64),
+        Launch("project", 42, 256),
+        Launch("project_residual", 128, 64),
+        Launch("norm_project", 84, 128),
+        Launch("project_silu_mul", 256, 64),
+        Launch("norm_project", 192, 128),
+    ]
+
+
+def test_logits_do_not_depend_on_the_settings(decoder):
+    """To 1e-4: float32 sums in another order. They do depend on the layers that are timed, and on nothing before."""
+    timer = StepTimer(decoder, 2, (1,))
+    expected = timer.logits(LaunchSettings())
+    split = {launch: GemvConfig(1, 1, 16, 2) for launch in timer.launches() if launch.op == "project"}
+    torch.testing.assert_close(timer.logits(LaunchSettings(split)), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(timer.logits(LaunchSettings()), expected)
+    assert not torch.allclose(StepTimer(decoder, 1, (1,)).logits(LaunchSettings()), expected, atol=1e-2)
+
+
+def test_enough_layers(decoder, monkeypatch):
+    assert enough_layers(decoder) == 3  # all that there are
+    monkeypatch.setattr(step_timer, "ENOUGH_BYTES", 1)
+    assert enough_layers(decoder) == 3
+    assert enough_layers(replace(decoder, layers=decoder.layers * 3)) == 4
+    qkv, gate_up, o_or_down = 106 * 128 + 512 * 64, 84 * 128 + 512 * 64, 42 * 256 + 128 * 64
+    monkeypatch.setattr(step_timer, "ENOUGH_BYTES", 4 * 5 * (qkv + gate_up + 2 * o_or_down))
+    assert enough_layers(replace(decoder, layers=decoder.layers * 3)) == 5
+
+
+@pytest.mark.gpu
+def test_times_are_of_the_layers_that_are_timed(decoder):
+    one, three = (StepTimer(decoder, count, (1, 8)).microseconds(LaunchSettings()) for count in (1, 3))
+    assert 0 < one[0] < three[0] and 0 < one[1] < three[1]
