@@ -249,7 +249,7 @@ class VariantStep:
             state.latents, state.scaled, state.squares, decoder.config.rms_norm_eps, decoder.arena,
             Segments.of(entries), bias, layer.qk_norm, decoder.rotation, state.queries, cache.keys, cache.values,
             state.positions, state.block_tables,
-            config=decoder.settings("project_rope", matrix.rows, matrix.width), pdl=decoder.pdl,
+            config=decoder.settings(layer.rope_op, matrix.rows, matrix.width), pdl=decoder.pdl,
         )  # fmt: skip
 
     def _project(self, packed: PackedProjections, which: int, out: Tensor) -> None:

@@ -67,6 +67,7 @@ def _project_rope_kernel(
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     CHUNKS: tl.constexpr = HALF // 8 // PROGRAMS
+    CHUNKS_PAD: tl.constexpr = triton.next_power_of_2(CHUNKS)
     head = tl.program_id(0) // PROGRAMS
     first_pair = tl.program_id(0) % PROGRAMS * 8
     offset, K, in_offset, head_in = tl.cast(offset_q, tl.int64), K_q, in_q, head
@@ -81,76 +82,68 @@ def _project_rope_kernel(
     rows2 = tile_rows(arena + offset, row + HALF, row + HEAD_DIM, K, SLICES)
     tiles1 = load_tiles(rows1, 0, K, SLICES, AHEAD, EVEN)
     tiles2 = load_tiles(rows2, 0, K, SLICES, AHEAD, EVEN)
+    # [CHUNKS_PAD, 8 pairs, 8 batch rows] from here on.
     column = tl.arange(0, 8)
     position = tl.load(positions + column, mask=column < batch, other=0)
     table = block_tables + column * table_stride + position // BLOCK_SIZE
     block = tl.load(table, mask=column < batch, other=0).to(tl.int64)
-    angle = rotation + position[None, :] * HEAD_DIM + first_pair + tl.arange(0, 8)[:, None]
-    cos, sin = tl.load(angle), tl.load(angle + HALF)
+    pair = (first_pair + tl.arange(0, CHUNKS_PAD)[:, None] * 8 + tl.arange(0, 8)[None, :])[:, :, None]
+    exists = pair < HALF
+    angle = rotation + position[None, None, :] * HEAD_DIM + pair
+    if CHUNKS == 1:  # there are registers for it
+        cos, sin = tl.load(angle), tl.load(angle + HALF)
     wait_for_inputs(PDL)
     x, stride = latents + in_offset, latents_stride
     if ANY_DENSE:
         square_sums = load_squares(squares, num_squares, batch, NUM_SQUARES)
-        if in_offset < 0:
-            x, stride = scaled, 2 * hidden_size
-    firsts, seconds, squared = (), (), tl.zeros([8], tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        if chunk > 0:
+        # Selected, not branched: after a branch the compiler knows no alignment, and loads two bytes at a time.
+        x = tl.where(in_offset < 0, scaled, x)
+        stride = tl.where(in_offset < 0, 2 * hidden_size, stride)
+    first, second = gemv(
+        tiles1, rows1, x, stride, K, tiles2, rows2, x, stride, K, 0, batch, True, True, SLICES, AHEAD, EVEN
+    )  # fmt: skip
+    first, second = tl.reshape(first, [1, 8, 8]), tl.reshape(second, [1, 8, 8])
+    if CHUNKS > 1:
+        first = tl.broadcast_to(first, [CHUNKS_PAD, 8, 8])
+        second = tl.broadcast_to(second, [CHUNKS_PAD, 8, 8])
+        for chunk in range(1, CHUNKS):
             rows1 += 8 * K
             rows2 += 8 * K
             tiles1 = load_tiles(rows1, 0, K, SLICES, AHEAD, EVEN)
             tiles2 = load_tiles(rows2, 0, K, SLICES, AHEAD, EVEN)
-        first, second = gemv(
-            tiles1,
-            rows1,
-            x,
-            stride,
-            K,
-            tiles2,
-            rows2,
-            x,
-            stride,
-            K,
-            0,
-            batch,
-            True,
-            True,
-            SLICES,
-            AHEAD,
-            EVEN,
-        )
-        if ANY_DENSE:
-            if in_offset < 0:
-                scale = norm_scale(square_sums, hidden_size, eps)
-                first, second = first * scale, second * scale
-        if HAS_BIAS:
-            pair = head * HEAD_DIM + first_pair + chunk * 8 + tl.arange(0, 8)
-            first += tl.load(bias + pair)[:, None]
-            second += tl.load(bias + HALF + pair)[:, None]
-        squared += tl.sum(first * first + second * second, axis=0)
-        firsts, seconds = firsts + (first,), seconds + (second,)
-    for chunk in tl.static_range(CHUNKS):
-        first, second = firsts[chunk], seconds[chunk]
-        pair = first_pair + chunk * 8 + tl.arange(0, 8)
-        if head < heads + kv_heads:
-            if QK_NORM:
-                norm = qk_norm + tl.where(head < heads, 0, HEAD_DIM)
-                inverse = tl.rsqrt(squared / HEAD_DIM + eps)[None, :]
-                first = first * inverse * tl.load(norm + pair)[:, None]
-                second = second * inverse * tl.load(norm + HALF + pair)[:, None]
-            if chunk > 0:
-                cos, sin = tl.load(angle + chunk * 8), tl.load(angle + HALF + chunk * 8)
-            first, second = first * cos - second * sin, second * cos + first * sin
-        store_mask = (column < batch)[None, :]
-        if head < heads:
-            queries = q + column[None, :] * (heads * HEAD_DIM) + head * HEAD_DIM + pair[:, None]
-            tl.store(queries, first.to(q.dtype.element_ty), mask=store_mask)
-            tl.store(queries + HALF, second.to(q.dtype.element_ty), mask=store_mask)
-        else:
-            cache = key_cache
-            if head >= heads + kv_heads:
-                cache = value_cache
-            place = block * cache_stride + (head_in * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
-            pointers = cache + place[None, :] + pair[:, None]
-            tl.store(pointers, first.to(cache.dtype.element_ty), mask=store_mask)
-            tl.store(pointers + HALF, second.to(cache.dtype.element_ty), mask=store_mask)
+            first8, second8 = gemv(
+                tiles1, rows1, x, stride, K, tiles2, rows2, x, stride, K, 0, batch, True, True, SLICES, AHEAD, EVEN
+            )  # fmt: skip
+            here = (tl.arange(0, CHUNKS_PAD) == chunk)[:, None, None]
+            first = tl.where(here, tl.reshape(first8, [1, 8, 8]), first)
+            second = tl.where(here, tl.reshape(second8, [1, 8, 8]), second)
+    if ANY_DENSE:
+        if in_offset < 0:
+            scale = tl.reshape(norm_scale(square_sums, hidden_size, eps), [1, 1, 8])
+            first, second = first * scale, second * scale
+    if HAS_BIAS:
+        first += tl.load(bias + head * HEAD_DIM + pair, mask=exists, other=0.0)
+        second += tl.load(bias + head * HEAD_DIM + HALF + pair, mask=exists, other=0.0)
+    if head < heads + kv_heads:
+        if QK_NORM:
+            norm = qk_norm + tl.where(head < heads, 0, HEAD_DIM)
+            squared = tl.where(exists, first * first + second * second, 0.0)
+            inverse = tl.rsqrt(tl.sum(tl.sum(squared, axis=0), axis=0) / HEAD_DIM + eps)[None, None, :]
+            first = first * inverse * tl.load(norm + pair, mask=exists, other=0.0)
+            second = second * inverse * tl.load(norm + HALF + pair, mask=exists, other=0.0)
+        if CHUNKS > 1:
+            cos, sin = tl.load(angle, mask=exists, other=0.0), tl.load(angle + HALF, mask=exists, other=0.0)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    store_mask = exists & (column < batch)[None, None, :]
+    if head < heads:
+        queries = q + column[None, None, :] * (heads * HEAD_DIM) + head * HEAD_DIM + pair
+        tl.store(queries, first.to(q.dtype.element_ty), mask=store_mask)
+        tl.store(queries + HALF, second.to(q.dtype.element_ty), mask=store_mask)
+    else:
+        cache = key_cache
+        if head >= heads + kv_heads:
+            cache = value_cache
+        place = block * cache_stride + (head_in * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+        pointers = cache + place[None, None, :] + pair
+        tl.store(pointers, first.to(cache.dtype.element_ty), mask=store_mask)
+        tl.store(pointers + HALF, second.to(cache.dtype.element_ty), mask=store_mask)

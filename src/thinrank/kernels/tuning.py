@@ -63,7 +63,15 @@ class Launch(NamedTuple):
     width: int
 
 
-OPS = ("norm_project", "project", "project_residual", "project_rope", "project_silu_mul")
+#: A head with a q/k norm is one program's, so its launch is another than `project_rope` of 8 pairs of rows.
+OPS = (
+    "norm_project",
+    "project",
+    "project_residual",
+    "project_rope",
+    "project_head_rope",
+    "project_silu_mul",
+)
 
 #: Ops whose programs may have 8 rows, and those whose programs can share a block of rows.
 ROW_OPS = ("norm_project", "project")
@@ -110,6 +118,8 @@ def gemv_rule(launch: Launch) -> GemvConfig:
             config = GemvConfig(4, 4, rows=8)
         case "project":
             config = GemvConfig(16 if rows < 2048 and width < 8192 else 8, 4, rows=8)
+        case "project_head_rope":
+            config = GemvConfig(8, 2)
         case "project_residual":
             config = GemvConfig(4, 4)
         case _:

@@ -83,7 +83,7 @@ def _describe_layer(decoder: PackedDecoder, index: int) -> tuple[LaunchDescripti
     layer = decoder.layers[index]
     return (
         *_latents(decoder, layer.qkv),
-        _gemv(decoder, "project_rope", layer.qkv.outputs),
+        _gemv(decoder, layer.rope_op, layer.qkv.outputs),
         _attention(decoder, layer.sliding_window),
         *_output(decoder, layer.o),
         *_latents(decoder, layer.gate_up),

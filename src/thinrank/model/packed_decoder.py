@@ -227,7 +227,7 @@ class PackedDecoder:
             state.latents, state.scaled, state.squares, self.config.rms_norm_eps, self.arena, segments,
             layer.qkv.bias, layer.qk_norm, self.rotation, state.queries, cache.keys, cache.values,
             state.positions, state.block_tables,
-            config=self.settings("project_rope", sum(segments.rows), max(segments.widths)), pdl=self.pdl,
+            config=self.settings(layer.rope_op, sum(segments.rows), max(segments.widths)), pdl=self.pdl,
         )  # fmt: skip
 
     def attention_step(self, state: DecodeState, index: int, cache: KVLayer) -> None:

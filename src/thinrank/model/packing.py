@@ -73,6 +73,11 @@ class PackedLayer:
     qk_norm: Tensor | None
     sliding_window: int | None
 
+    @property
+    def rope_op(self) -> str:
+        """The launch settings' name for the last step of q, k and v."""
+        return "project_rope" if self.qk_norm is None else "project_head_rope"
+
 
 class ArenaBuilder:
     """Lays matrices out, then fills the arena tensor by tensor."""
