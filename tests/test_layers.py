@@ -48,6 +48,7 @@ EXTRA = {
     "huggingface_hub": ("checkpoint/convert", "lazily"),
     "gguf": ("checkpoint/convert", "lazily"),
     "sentencepiece": ("checkpoint/convert", "lazily"),
+    "datasets": ("compression/texts.py", "lazily"),
     "jinja2": ("text.py", "at the top"),  # a dependency of torch; chat templates raise its errors
 }
 LIBRARY = RUNTIME | {"compression", "builtin_text"}

@@ -320,21 +320,52 @@ def test_compress(run: Callable[..., str], checkpoints: Path, tmp_path: Path) ->
         open_checkpoint(report["destination"])
 
 
+@pytest.mark.parametrize(("limit", "code"), [("1e9", 0), ("0", 3)])
+def test_compress_has_an_exit_code_for_its_gate(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str, code: int
+) -> None:
+    arguments = ["--method", "svd", "--keep-ratio", "0.05", "--max-perplexity-increase", limit]
+    source = str(checkpoints / "base-llama-gqa")
+    assert main(["compress", source, str(tmp_path / "out"), *arguments, "--device", "cpu"]) == code
+    captured = capsys.readouterr()
+    assert "perplexity" in captured.out
+    assert ("more than the limit" in captured.err) == (code == 3)
+    open_checkpoint(tmp_path / "out")
+
+
 def test_compress_passes_every_option_on(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
 
     def compress(*arguments: Any, **options: Any) -> list[SimpleNamespace]:
         calls.append((*arguments, options))
-        return [SimpleNamespace(lines=lambda: ["done"])]
+        return [SimpleNamespace(lines=lambda: ["done"], within_limit=None)]
 
     monkeypatch.setattr("thinrank.compression.compress", compress)
-    options = "--keep-ratio 0.5 --method svd --calibration-text t --calibration-samples 1 --force"
+    options = (
+        "--keep-ratio 0.5 --method svd --allocate loss --modules *.mlp.* --rank-multiple 8 --alpha 0.4"
+        " --group-size 3 --shared q_proj,k_proj --min-ratio 0.8 --update --seed 5 --statistics s"
+        " --max-perplexity-increase 0.5 --perplexity-text p"
+        " --calibration-text t --calibration-samples 1 --force"
+    )
     assert run("compress", "a", "b", *options.split(), "--device", "cpu", "--dtype", "float16") == "done\n"
     [(source, destination, passed)] = calls
     assert (source, destination) == ("a", "b")
     assert passed == {
         "method": "svd",
         "keep_ratio": 0.5,
+        "ranks": None,
+        "allocate": "loss",
+        "modules": "*.mlp.*",
+        "rank_multiple": 8,
+        "alpha": 0.4,
+        "group_size": 3,
+        "shared": ["q_proj", "k_proj"],
+        "min_ratio": 0.8,
+        "update": True,
+        "seed": 5,
+        "statistics": "s",
+        "max_perplexity_increase": 0.5,
+        "perplexity_text": "p",
         "calibration_text": "t",
         "calibration_samples": 1,
         "calibration_length": 512,

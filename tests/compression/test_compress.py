@@ -1,8 +1,6 @@
 """The whole compression of small models, against a plain implementation that keeps everything in memory."""
 
 import json
-import random
-import string
 
 import pytest
 import torch
@@ -12,38 +10,7 @@ from thinrank import LLM, ThinrankError, compress
 from thinrank.compression.truncate import rank_for
 from thinrank.model.registry import parse_config
 from tiny_models import random_tensors, tiny_config, write_folder
-
-#: More distinct tokens than the models have channels, so that Gram matrices are regular.
-TEXT = "".join(random.Random(5).choices(string.ascii_letters + string.digits + string.punctuation, k=4000))
-
-
-@pytest.fixture
-def text_file(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
-def with_tokenizer(folder, vocab_size):
-    """A tokenizer of single characters, enough for calibration."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    alphabet = [*sorted(set(TEXT)), "<unk>"]
-    assert len(alphabet) <= vocab_size
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(alphabet)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"})
-    )
-    return folder
-
-
-def dense_model(tmp_path, **changes):
-    model_type = changes.pop("model_type", "llama")
-    config = tiny_config(model_type, **changes)
-    folder = write_folder(tmp_path / "dense", config, random_tensors(config))
-    return config, with_tokenizer(folder, config["vocab_size"])
+from tiny_text_models import TEXT, dense_model
 
 
 def reference_products(folder, config, keep_ratio, samples, length):
@@ -161,7 +128,10 @@ def test_too_few_calibration_tokens_are_warned_about(tmp_path, text_file):
         ({"keep_ratio": float("nan")}, "above 0, to 1"),
         ({"keep_ratio": []}, "no keep_ratio"),
         ({"keep_ratio": [0.5, 0.6]}, r"\{keep_ratio\}"),
-        ({"keep_ratio": 0.5, "method": "magic"}, "known: svd, svd-llm"),
+        (
+            {"keep_ratio": 0.5, "method": "magic"},
+            "known: adasvd, asvd, basis-sharing, svd, svd-llm, svd-llm-v2",
+        ),
         ({"keep_ratio": 0.5, "dtype": "int4"}, "known: bfloat16, float16, float32"),
         ({"keep_ratio": 0.5, "calibration_text": "nowhere.txt"}, "cannot read the calibration text"),
         ({"keep_ratio": 0.5, "calibration_length": 10**7}, "one sample takes"),

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from tqdm.auto import tqdm
 
-from ..errors import OutputError
+from ..errors import OutputError, ThinrankError
 from .format import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from .safetensors_reader import DTYPES
 from .tensors import LazyTensor
@@ -81,21 +81,31 @@ def staged_folder(destination: Path, *, force: bool, needed_bytes: int) -> Itera
         _remove_tree(staging)
 
 
+def work_path(destination: Path) -> Path:
+    """Where `resumable_folder` keeps the intermediate files of a destination."""
+    return Path(destination).absolute().with_name(f".{Path(destination).name}.work")
+
+
 @contextmanager
-def work_folder(destination: Path) -> Iterator[Path]:
-    """Give a folder beside `destination` for intermediate files; it is removed at the end.
+def resumable_folder(destination: Path) -> Iterator[Path]:
+    """Give a folder beside `destination` for intermediate files.
+
+    It is removed at the end, and after an error that a second try would meet again. When the process is
+    killed or interrupted it stays, and the next one finds its files.
 
     Raises OutputError when it cannot be made or written.
     """
-    work = Path(destination).absolute().with_name(f".{Path(destination).name}.work")
+    work = work_path(destination)
     try:
-        _remove_tree(work)
-        work.mkdir(parents=True)
+        work.mkdir(parents=True, exist_ok=True)
         yield work
     except OSError as error:
-        raise write_error(destination, error) from error
-    finally:
         _remove_tree(work)
+        raise write_error(destination, error) from error
+    except ThinrankError:
+        _remove_tree(work)
+        raise
+    _remove_tree(work)
 
 
 def check_destination(destination: Path, *, force: bool) -> None:

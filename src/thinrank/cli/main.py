@@ -1,6 +1,7 @@
 """`thinrank`: collects the commands, and turns errors into one line on stderr and an exit code.
 
-Exit codes: 0 done, 2 a mistake that the message explains, 130 interrupted. A bug shows its traceback.
+Exit codes: 0 done, 2 a mistake that the message explains, 3 a result beyond a limit that was set, 130
+interrupted. A bug shows its traceback.
 """
 
 from __future__ import annotations

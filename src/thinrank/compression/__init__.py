@@ -1,75 +1,77 @@
-"""Compression of a dense model into a low-rank one, layer by layer.
+"""Compression of a dense model into a low-rank one.
 
-One decoder layer is in memory at a time, beside the activations of the calibration tokens. Statistics come
-from the original model's activations, so one pass serves every keep_ratio. Finished layers go to a work
-folder beside the destination; the checkpoint itself appears when everything is done.
+Four steps, each of which keeps what it has finished in files: statistics of the projections' inputs
+(`statistics`), decompositions (`spectra`), ranks (`ranks`), and, if asked for, factors refitted to the
+compressed model (`update`). The checkpoint itself is cut from the decompositions while it is written. At most
+one decoder layer is in memory, beside a bounded number of activations.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..checkpoint.balance import balancing_scale
 from ..checkpoint.folder import tokenizer_files
-from ..checkpoint.format import (
-    LowRankSection,
-    expected_tensors,
-    factor_in_name,
-    factor_out_name,
-    guard_name,
-)
-from ..checkpoint.load import DTYPES, OpenCheckpoint, open_checkpoint
-from ..checkpoint.safetensors_reader import read_safetensors
-from ..checkpoint.save import check_destination, save_checkpoint, work_folder
-from ..checkpoint.tensors import LazyTensor
+from ..checkpoint.format import LowRankSection
+from ..checkpoint.load import DTYPES, open_checkpoint
+from ..checkpoint.save import check_destination, resumable_folder, save_checkpoint
 from ..config import ModelConfig
 from ..device import resolve_device
 from ..errors import CheckpointError, OptionError, unknown_name
 from ..model.cost import parameters
-from ..model.layers import DecoderLayer
-from ..text import Tokenizer
 from ..version import __version__
-from .calibration import calibration_sequences, run_layer
+from .calibration import Calibration
+from .factors import CompressedModel
+from .gate import PerplexityGate
+from .loss_allocation import by_loss
+from .measurements import Measurements
+from .method import Method
 from .methods import method_by_name
-from .methods.method import Method, Scaling
+from .ranks import RANK_MULTIPLES, Allocation, RankProblem, Ranks, kept_ratio, read_ranks, uniform
 from .report import CompressionReport
-from .truncate import Spectrum, rank_for, spectrum
+from .spectra import Spectra
+from .statistics import source_key
+from .store import fingerprint
+from .targets import Run, targets_of
+from .units import Unit, units_of
+from .update import refit
 
-__all__ = ["CompressionReport", "compress"]
+__all__ = ["ALLOCATIONS", "CompressionReport", "compress"]
 
-
-@dataclass
-class _Target:
-    """One checkpoint in the making."""
-
-    keep_ratio: float
-    destination: Path
-    config: ModelConfig
-    work: Path = Path()
-    errors: dict[str, float] = field(default_factory=dict)
+#: Allocations that every method can have instead of its own.
+ALLOCATIONS: dict[str, Allocation] = {"uniform": uniform, "loss": by_loss}
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def compress(
     source: str | Path,
     destination: str | Path,
     *,
     method: str = "svd-llm",
-    keep_ratio: float | Sequence[float],
-    calibration_text: str | Path | None = None,
+    keep_ratio: float | Sequence[float] | None = None,
+    ranks: str | Path | None = None,
+    allocate: str | None = None,
+    modules: str = "*",
+    rank_multiple: int = 1,
+    alpha: float | None = None,
+    group_size: int | None = None,
+    shared: Sequence[str] | None = None,
+    min_ratio: float | None = None,
+    update: bool = False,
+    calibration_text: str | Path = "builtin",
     calibration_samples: int = 32,
     calibration_length: int = 512,
     calibration_format: str = "text",
+    seed: int = 0,
+    statistics: str | Path | None = None,
+    max_perplexity_increase: float | None = None,
+    perplexity_text: str | Path | None = None,
     dtype: str | None = None,
     device: str | torch.device = "auto",
     force: bool = False,
@@ -78,89 +80,135 @@ def compress(
     """Factor the attention and MLP projections of a dense model; embedding, norms and lm_head stay.
 
     source: dense folder in safetensors. destination: folder to write; with several keep_ratios it must
-    contain "{keep_ratio}". method: a name in `methods.METHODS`. keep_ratio: share of each projection's
-    parameters to keep, above 0, to 1; at 1 nothing is factored. calibration_text: UTF-8 file, None for the
-    built-in English text. calibration_format: "text", or "chat" to wrap it in the model's chat template,
-    which keeps a chat model able to answer. dtype: of the factors, None for the source's own. Computes in
-    float32, statistics and decompositions in float64, on `device`.
+    contain "{keep_ratio}". method: a name in `methods.METHODS`; alpha, group_size, shared, min_ratio: the
+    arguments of its function there; None: its default.
 
-    Warns when there are fewer calibration tokens than the widest input has channels.
-    Raises CheckpointError, OptionError or OutputError; then every destination is as it was.
+    keep_ratio: share of the parameters of all `modules` to keep, above 0, to 1; at 1 nothing is factored.
+    ranks: instead, a JSON file as `ranks.read_ranks` has it. allocate: a name in `ALLOCATIONS`; None: the
+    method's own. modules: glob of the names of those to factor. rank_multiple: 1, 8, 16 or 64; the kept ratio is
+    then as near as that allows. update: refit factor_out to the compressed model.
+
+    calibration_text: a name of `texts.TEXTS` or a file as `texts.read_text` has it, or "self" for text that the
+    model writes itself with `seed`. calibration_format: "text", or "chat" to wrap it in the model's chat
+    template, which keeps a chat model able to answer. statistics: folder in which statistics and
+    decompositions stay for other runs, each under a name made of what it depends on; None: a folder beside the
+    destination that is removed at the end. Either way a killed run, started again, goes on where it was and
+    writes the same bytes.
+
+    max_perplexity_increase: measure perplexity of the source and of every result on `perplexity_text` (None:
+    the built-in held-out text) and say in the report whether it grew by at most this share of the source's,
+    0.5 for one half. The checkpoint is written either way.
+
+    dtype: of the factors, None for the source's own. Computes in float32, decompositions in float64, on
+    `device`.
+
+    Warns when there are fewer calibration tokens than the widest input has channels, and about inputs that do
+    not span all channels. Raises CheckpointError, OptionError or OutputError; then every destination is as
+    it was.
     """
     started = time.monotonic()
-    chosen = method_by_name(method)
+    own_options = {"alpha": alpha, "group_size": group_size, "shared": shared, "min_ratio": min_ratio}
+    chosen = method_by_name(method, {name: value for name, value in own_options.items() if value is not None})
+    allocation = _allocation(chosen, allocate)
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, list(DTYPES))
-    ratios = [float(ratio) for ratio in ([keep_ratio] if isinstance(keep_ratio, int | float) else keep_ratio)]
-    destinations = _destinations(str(destination), ratios)
-    for path in destinations:
-        check_destination(path, force=force)
+    if rank_multiple not in RANK_MULTIPLES:
+        known = ", ".join(map(str, RANK_MULTIPLES))
+        raise OptionError(f"rank_multiple is {rank_multiple}", f"it must be one of {known}")
+    targets = targets_of(str(destination), keep_ratio, ranks)
     checkpoint = open_checkpoint(source)
+    run = Run(
+        Path(destination),
+        force,
+        fingerprint(
+            source_key(checkpoint),
+            [method, own_options, str(ranks), allocate, modules, rank_multiple, update, dtype, str(device)],
+            [str(calibration_text), calibration_samples, calibration_length, calibration_format, seed],
+        ),
+    )
+    for target in targets:
+        check_destination(target.destination, force=run.may_replace(target.destination))
     if checkpoint.config.ranks:
         raise CheckpointError(f"{source} is low-rank already", "name the dense model that it was made from")
-    targets = [
-        _Target(ratio, path, _low_rank_config(checkpoint.config, ratio))
-        for ratio, path in zip(ratios, destinations, strict=True)
-    ]
+    units = units_of(checkpoint.config, modules, chosen.group_size, chosen.shared)
+    fixed = None if ranks is None else read_ranks(ranks, units)
     target_device = resolve_device(device)
-    sequences = None
-    if chosen.scaling is not None:
-        tokenizer = Tokenizer(checkpoint.path)
-        sequences = calibration_sequences(
-            tokenizer, calibration_text, calibration_samples, calibration_length, calibration_format
+    calibrated = chosen.scaling is not None or update or (fixed is None and allocation is not uniform)
+    calibrated = calibrated and any(target.keep_ratio != 1 for target in targets)
+    gate = None
+    if max_perplexity_increase is not None:
+        gate = PerplexityGate.build(checkpoint, max_perplexity_increase, perplexity_text, target_device)
+
+    reports = []
+    with resumable_folder(Path(destination)) as work:
+        root = work if statistics is None else Path(statistics)
+        calibration = Calibration(
+            calibration_text, calibration_samples, calibration_length, calibration_format, seed
         )
-        _warn_if_few(sequences, checkpoint.config)
-
-    with ExitStack() as stack:
+        sequences = calibration.sequences(checkpoint, root, target_device, progress) if calibrated else None
+        if sequences is not None:
+            _warn_if_few(sequences, checkpoint.config)
+            if update and len(sequences) < 2:
+                raise OptionError(
+                    "an update needs at least 2 calibration samples", "raise --calibration-samples"
+                )
+        measurements = Measurements(checkpoint, sequences, root, target_device, progress)
+        spectra = Spectra(checkpoint, chosen, measurements, root, target_device)
         for target in targets:
-            target.work = stack.enter_context(work_folder(target.destination))
-        _factor_layers(checkpoint, chosen, sequences, targets, dtype, target_device, progress)
-        for target in targets:
-            _save(checkpoint, chosen, target, force, progress)
-    return [
-        CompressionReport(
-            method=method,
-            keep_ratio=target.keep_ratio,
-            source=str(source),
-            destination=str(target.destination),
-            ranks=dict(target.config.ranks),
-            parameters=parameters(target.config),
-            dense_parameters=parameters(checkpoint.config),
-            relative_errors=target.errors,
-            calibration_tokens=0 if sequences is None else sequences.numel(),
-            seconds=time.monotonic() - started,
-        )
-        for target in targets
-    ]
-
-
-def _destinations(destination: str, ratios: list[float]) -> list[Path]:
-    if not ratios:
-        raise OptionError("no keep_ratio is given", "name at least one, above 0, to 1")
-    for ratio in ratios:
-        if not 0 < ratio <= 1:
-            raise OptionError(
-                f"keep_ratio is {ratio:g}", "it is the share of parameters to keep: above 0, to 1"
+            target_ranks: Ranks = fixed or {}
+            if target.keep_ratio != 1:
+                _decompose(spectra, units, progress)
+            if target.keep_ratio is not None and target.keep_ratio < 1:
+                problem = RankProblem(units, target.keep_ratio, rank_multiple, spectra, measurements)
+                target_ranks = allocation(problem)
+            model = CompressedModel(checkpoint, target_ranks, spectra.cut)
+            updated = None
+            if update and target_ranks:
+                updated = refit(model, measurements.tokens, spectra.key, root, target_device, progress)
+                model = updated.model
+                if not updated.accepted:
+                    warnings.warn(
+                        "the update was dropped: it does not lower the loss on held-out calibration text;"
+                        " more calibration samples may help",
+                        stacklevel=3,
+                    )
+            kept = kept_ratio(units, target_ranks)
+            run.begin(target.destination)
+            replace = run.may_replace(target.destination)
+            _save(model, chosen, kept, target.destination, dtype, replace, progress)
+            perplexity = None if gate is None else gate.measure(target.destination)
+            reports.append(
+                CompressionReport(
+                    method=method,
+                    keep_ratio=target.keep_ratio,
+                    kept_ratio=kept,
+                    source=str(source),
+                    destination=str(target.destination),
+                    ranks=dict(model.config.ranks),
+                    parameters=parameters(model.config),
+                    dense_parameters=parameters(checkpoint.config),
+                    relative_errors={
+                        module: spectra.relative_error(unit, rank)
+                        for unit, rank in target_ranks.items()
+                        for module in unit.modules
+                    },
+                    calibration_tokens=0 if sequences is None else sequences.numel(),
+                    update_losses=None if updated is None else (updated.loss_before, updated.loss_after),
+                    perplexity=perplexity,
+                    dense_perplexity=None if gate is None else gate.perplexity,
+                    within_limit=None if perplexity is None or gate is None else gate.allows(perplexity),
+                    seconds=time.monotonic() - started,
+                )
             )
-    if len(set(ratios)) < len(ratios):
-        raise OptionError("a keep_ratio is given twice", "name each once")
-    if len(ratios) > 1 and "{keep_ratio}" not in destination:
-        raise OptionError(
-            f"{len(ratios)} keep_ratios would all be written to {destination}",
-            "put {keep_ratio} into the destination, like model-{keep_ratio}",
-        )
-    return [Path(destination.replace("{keep_ratio}", f"{ratio:g}")) for ratio in ratios]
+    return reports
 
 
-def _low_rank_config(config: ModelConfig, keep_ratio: float) -> ModelConfig:
-    if keep_ratio == 1:
-        return config
-    ranks = {
-        module: rank_for(keep_ratio, shape.out_features, shape.in_features)
-        for module, shape in config.linears().items()
-        if module != "lm_head"
-    }
-    return replace(config, ranks=ranks)
+def _allocation(method: Method, name: str | None) -> Allocation:
+    if name is None:
+        return method.allocation or uniform
+    if name not in ALLOCATIONS:
+        raise unknown_name("allocation", name, list(ALLOCATIONS))
+    return ALLOCATIONS[name]
 
 
 def _warn_if_few(sequences: Tensor, config: ModelConfig) -> None:
@@ -169,96 +217,47 @@ def _warn_if_few(sequences: Tensor, config: ModelConfig) -> None:
         warnings.warn(
             f"{sequences.numel()} calibration tokens are fewer than the {widest} input channels of the widest"
             " module; the result will be poor; raise --calibration-samples",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
-def _factor_layers(
-    checkpoint: OpenCheckpoint,
-    method: Method,
-    sequences: Tensor | None,
-    targets: Sequence[_Target],
-    dtype: str | None,
-    device: torch.device,
-    progress: bool,
-) -> None:
-    """Factor one layer after the other for all targets, into their work folders."""
-    config = checkpoint.config
-
-    def get(name: str) -> Tensor:
-        return checkpoint.read(name, device, "float32")
-
-    length = 0 if sequences is None else sequences.shape[1]
-    damped: list[str] = []
-    hidden = None
-    if sequences is not None:
-        ids = sequences.flatten()
-        hidden = checkpoint.tensors["model.embed_tokens.weight"].read()[ids].float()
-    for index in tqdm(range(config.num_hidden_layers), desc=method.name, unit="layer", disable=not progress):
-        grams: dict[str, Tensor] = {}
-        if hidden is not None:
-            grams = run_layer(DecoderLayer.build(config, index, get), hidden, length)
-        factors: dict[Path, dict[str, Tensor]] = {target.work: {} for target in targets}
-        scalings: dict[int, Scaling] = {}
-        prefix = f"model.layers.{index}."
-        for module in (name for name in config.linears() if name.startswith(prefix)):
-            gram = grams.get(module.rpartition(".")[2])
-            if method.scaling is not None and gram is not None and id(gram) not in scalings:
-                scalings[id(gram)] = method.scaling(gram)
-            weight = get(f"{module}.weight")
-            if not weight.isfinite().all():
-                raise CheckpointError(f"{module}.weight has NaN or infinite values", "the source is damaged")
-            scaling = None if gram is None else scalings[id(gram)]
-            if scaling is not None and scaling.damping:
-                damped.append(module)
-            decomposed = spectrum(weight, None if scaling is None else scaling.matrix)
-            for target in (target for target in targets if module in target.config.ranks):
-                target.errors[module] = decomposed.error(target.config.ranks[module])
-                stored = checkpoint.tensors[f"{module}.weight"].dtype if dtype is None else DTYPES[dtype]
-                factors[target.work] |= _factor(module, decomposed, target.config.ranks[module], stored)
-        for work, tensors in factors.items():
-            if tensors:
-                save_file(tensors, work / f"layer-{index:05d}.safetensors")
+def _decompose(spectra: Spectra, units: Sequence[Unit], progress: bool) -> None:
+    """Have every spectrum on disk, and warn about inputs that do not span all channels."""
+    damped = [
+        unit.name
+        for unit in tqdm(units, desc="Decompositions", unit="module", disable=not progress)
+        if spectra.damping(unit)
+    ]
     if damped:
         warnings.warn(
             f"the calibration inputs do not span all channels of {', '.join(damped[:3])}"
             f"{f' and {len(damped) - 3} others' if damped[3:] else ''};"
             " their Gram matrices were damped; more varied text may help",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
-def _factor(module: str, decomposed: Spectrum, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    factor_in, factor_out = decomposed.cut(rank)
-    scale = balancing_scale(factor_in, [factor_out])
-    return {
-        factor_in_name(module): (factor_in * scale[:, None]).to(dtype).cpu().contiguous(),
-        factor_out_name(module): (factor_out / scale).to(dtype).cpu().contiguous(),
-    }
-
-
-def _save(checkpoint: OpenCheckpoint, method: Method, target: _Target, force: bool, progress: bool) -> None:
-    factors: dict[str, LazyTensor] = {}
-    for path in sorted(target.work.glob("layer-*.safetensors")):
-        factors |= read_safetensors(path)
-    tensors: dict[str, LazyTensor] = {}
-    for name in expected_tensors(target.config):
-        module = name.removesuffix(".weight")
-        if name in factors:
-            tensors[name] = factors[name]
-        elif module in target.config.ranks:
-            dtype = factors[factor_out_name(module)].dtype
-            tensors[guard_name(module)] = LazyTensor.of(torch.empty(0, dtype=dtype))
-        else:
-            tensors[name] = checkpoint.tensors[name.replace(".factor_out.bias", ".bias")]
+def _save(
+    model: CompressedModel,
+    method: Method,
+    kept: float,
+    destination: Path,
+    dtype: str | None,
+    force: bool,
+    progress: bool,
+) -> None:
+    checkpoint = model.checkpoint
     config = dict(checkpoint.raw_config)
-    if target.config.ranks:
+    if model.ranks:
+        low_rank = model.config
         source = {
             "family": method.name,
-            "keep_ratio": target.keep_ratio,
+            "keep_ratio": round(kept, 4),
             "tool": f"thinrank {__version__}",
             "base_model": checkpoint.path.resolve().name,
         }
-        config["quantization_config"] = LowRankSection(target.config.ranks, source=source).to_json()
-    files: Mapping[str, bytes] = tokenizer_files(checkpoint.path)
-    save_checkpoint(target.destination, config, tensors, files, force=force, progress=progress)
+        section = LowRankSection(low_rank.ranks, low_rank.tied_factors, source)
+        config["quantization_config"] = section.to_json()
+    tensors = model.tensors(None if dtype is None else DTYPES[dtype])
+    files = tokenizer_files(checkpoint.path)
+    save_checkpoint(destination, config, tensors, files, force=force, progress=progress)

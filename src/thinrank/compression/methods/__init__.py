@@ -1,17 +1,40 @@
-"""The compression methods by name. A method says how a module's inputs are weighted before truncation."""
+"""The compression methods by name."""
 
 from __future__ import annotations
 
-from ...errors import unknown_name
-from .method import Method
-from .svd import SVD
-from .svd_llm import SVD_LLM
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
 
-METHODS: dict[str, Method] = {method.name: method for method in (SVD, SVD_LLM)}
+from ...errors import OptionError, unknown_name
+from ..method import Method
+from .adasvd import adasvd
+from .asvd import asvd
+from .basis_sharing import basis_sharing
+from .svd import svd
+from .svd_llm import svd_llm
+from .svd_llm_v2 import svd_llm_v2
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "svd": svd,
+    "asvd": asvd,
+    "svd-llm": svd_llm,
+    "svd-llm-v2": svd_llm_v2,
+    "basis-sharing": basis_sharing,
+    "adasvd": adasvd,
+}
 
 
-def method_by_name(name: str) -> Method:
-    """Raises OptionError, listing the known names, for an unknown one."""
+def method_by_name(name: str, options: Mapping[str, Any]) -> Method:
+    """The method with these options, which are arguments of its function in `METHODS`.
+
+    Raises OptionError, listing the known names, for an unknown method or option, or one out of range.
+    """
     if name not in METHODS:
         raise unknown_name("compression method", name, list(METHODS))
-    return METHODS[name]
+    known = list(signature(METHODS[name]).parameters)
+    for option in options:
+        if option not in known:
+            hint = f"it takes {', '.join(known)}" if known else "it has none of its own"
+            raise OptionError(f"the method {name} has no option {option}", hint)
+    return METHODS[name](**options)

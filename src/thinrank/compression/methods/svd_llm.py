@@ -3,7 +3,8 @@
 S is the Cholesky factor of the activations' Gram matrix, so that ||W S - W' S|| is the error of the layer's
 output on the calibration data and its smallest singular values are what truncation loses. Departures:
 where the matrix is singular (dead channels, few tokens), an eigendecomposition with damping takes the place
-of Cholesky; the statistics are summed in float64.
+of Cholesky; the statistics are summed in float64. The paper's second step, the update of factor_out, is
+`--update`, for this and every other method.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .method import Method, Scaling
+from ..method import Inputs, Method, Scaling
 
 #: Added to the eigenvalues, relative to their mean, when the Gram matrix is singular.
 DAMPING = 1e-6
+#: Identity of methods that truncate the same product.
+WHITENED = "cholesky"
 
 
 def whitening(gram: Tensor) -> Scaling:
@@ -27,4 +30,9 @@ def whitening(gram: Tensor) -> Scaling:
     return Scaling(eigenvectors * (eigenvalues.clamp(min=0) + damping).sqrt(), damping)
 
 
-SVD_LLM = Method("svd-llm", whitening)
+def whiten(inputs: Inputs) -> Scaling:
+    return whitening(inputs.gram)
+
+
+def svd_llm() -> Method:
+    return Method("svd-llm", WHITENED, whiten)

@@ -1,0 +1,85 @@
+"""Where calibration text comes from: the built-in one, a file, or the package `datasets`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..builtin_text import calibration_text
+from ..errors import OptionError
+
+#: Prefix of any other data set: datasets:NAME[:CONFIG[:SPLIT]], of which the column "text" is taken.
+DATASETS = "datasets:"
+
+
+def read_text(name: str | Path) -> str:
+    """A text of `TEXTS`, of the package `datasets`, or of a UTF-8 file: in one that ends in .jsonl, of every line
+    the string "text" of its object.
+
+    Raises OptionError when it cannot be had.
+    """
+    if str(name) in TEXTS:
+        return TEXTS[str(name)]()
+    if str(name).startswith(DATASETS):
+        dataset, config, split, *_ = [*str(name).removeprefix(DATASETS).split(":"), "", ""]
+        return "\n\n".join(_load(dataset, *([config] if config else []), split=split or "train")["text"])
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(
+            f"cannot read the calibration text {name}: {error}",
+            f"name a UTF-8 text or .jsonl file, {DATASETS}NAME, or one of {', '.join(TEXTS)}, self",
+        ) from error
+    return _join_lines(text, str(name)) if Path(name).suffix == ".jsonl" else text
+
+
+def _join_lines(text: str, name: str) -> str:
+    documents = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise OptionError(
+                f'line {number} of {name} is no JSON object with a "text"', 'write {"text": "..."} a line'
+            ) from error
+        if not isinstance(document, str):
+            raise OptionError(
+                f'"text" in line {number} of {name} is no string', 'write {"text": "..."} a line'
+            )
+        documents.append(document)
+    return "\n\n".join(documents)
+
+
+def _wikitext2() -> str:
+    """The raw train split, lines joined by blank ones, as in the papers."""
+    return "\n\n".join(_load("Salesforce/wikitext", "wikitext-2-raw-v1", split="train")["text"])
+
+
+def _c4() -> str:
+    """The first 5000 documents of the first train shard."""
+    shard = {"train": "en/c4-train.00000-of-01024.json.gz"}
+    return "\n\n".join(_load("allenai/c4", data_files=shard, split="train")[:5000]["text"])
+
+
+def _load(name: str, *arguments: str, **options: Any) -> Any:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise OptionError(
+            f"{name} needs the package datasets", "run: pip install 'thinrank[datasets]', or name a text file"
+        ) from error
+    try:
+        return load_dataset(name, *arguments, **options)
+    except (OSError, ValueError, RuntimeError) as error:  # offline, not cached, moved
+        raise OptionError(f"cannot get {name}: {error}", "check the connection, or name a file") from error
+
+
+#: Name -> text. None of them overlaps with the texts of the same name that perplexity is measured on.
+TEXTS: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {"builtin": calibration_text, "wikitext2": _wikitext2, "c4": _c4}
+)

@@ -1,0 +1,150 @@
+"""A compression that is killed and started again writes the same bytes as an unbroken one."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from thinrank import ThinrankError, compress
+from thinrank.compression import ALLOCATIONS
+from thinrank.compression.ranks import uniform
+from thinrank.compression.store import HiddenStates
+from tiny_text_models import dense_model
+
+#: Runs compress and dies, as by SIGKILL, when the so many-th intermediate file or stage becomes complete.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from thinrank import compress
+count, limit = 0, int(sys.argv[4])
+replace = Path.replace
+def counted(self, target):
+    global count
+    count += 1
+    if count > limit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return replace(self, target)
+Path.replace = counted
+compress(sys.argv[1], sys.argv[2], keep_ratio=0.6, allocate="loss", update=True, calibration_text=sys.argv[3],
+    calibration_samples=8, calibration_length=32, device="cpu", progress=False)
+"""
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def run(folder, destination, text, limit):
+    command = [sys.executable, "-c", KILLED, str(folder), str(destination), str(text), str(limit)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_killed_at_any_file_and_resumed(tmp_path, text_file):
+    _, folder = dense_model(tmp_path)
+    done = run(folder, tmp_path / "unbroken", text_file, 10**6)
+    assert done.returncode == 0, done.stderr
+    work = tmp_path / ".broken.work"
+    for limit in (1, 2, 3, 8, 20, 3, 2):  # each run gets so much further than the one before it
+        assert run(folder, tmp_path / "broken", text_file, limit).returncode == -signal.SIGKILL
+        assert work.is_dir() and not (tmp_path / "broken").exists()
+    last = run(folder, tmp_path / "broken", text_file, 10**6)
+    assert last.returncode == 0, last.stderr
+    assert digests(tmp_path / "broken") == digests(tmp_path / "unbroken")
+    assert not work.exists()
+
+
+@pytest.mark.slow
+def test_killed_at_a_random_moment(tmp_path, text_file):
+    _, folder = dense_model(tmp_path)
+    assert run(folder, tmp_path / "unbroken", text_file, 10**6).returncode == 0
+    command = [sys.executable, "-c", KILLED, str(folder), str(tmp_path / "broken"), str(text_file), "1000000"]
+    with subprocess.Popen(command) as process:
+        while process.poll() is None and not list(tmp_path.glob(".broken.work/spectra-*/*")):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    assert run(folder, tmp_path / "broken", text_file, 10**6).returncode == 0
+    assert digests(tmp_path / "broken") == digests(tmp_path / "unbroken")
+
+
+def test_killed_between_two_ratios(tmp_path, calibrated, monkeypatch):
+    """What the killed run has written is written again; what was there before is not touched."""
+    _, folder = dense_model(tmp_path)
+    ratios = [0.5, 0.9]
+    compress(folder, tmp_path / "whole-{keep_ratio}", keep_ratio=ratios, **calibrated)
+    with monkeypatch.context() as patch:
+        calls = []
+
+        def interrupt(problem):
+            calls.append(problem)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return uniform(problem)
+
+        patch.setitem(ALLOCATIONS, "uniform", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            compress(folder, tmp_path / "r-{keep_ratio}", keep_ratio=ratios, allocate="uniform", **calibrated)
+    assert (tmp_path / "r-0.5").exists() and not (tmp_path / "r-0.9").exists()
+    with pytest.raises(ThinrankError, match="exists already"):  # other options
+        compress(folder, tmp_path / "r-{keep_ratio}", keep_ratio=ratios, method="svd", **calibrated)
+    compress(folder, tmp_path / "r-{keep_ratio}", keep_ratio=ratios, allocate="uniform", **calibrated)
+    for ratio in ratios:
+        assert digests(tmp_path / f"r-{ratio}") == digests(tmp_path / f"whole-{ratio}")
+    with pytest.raises(ThinrankError, match="exists already"):  # finished
+        compress(folder, tmp_path / "r-{keep_ratio}", keep_ratio=ratios, allocate="uniform", **calibrated)
+
+
+def test_finished_statistics_are_not_collected_again(tmp_path, calibrated, monkeypatch):
+    _, folder = dense_model(tmp_path)
+    options = calibrated | {"statistics": tmp_path / "kept"}
+    compress(folder, tmp_path / "first", keep_ratio=0.5, **options)
+
+    def never(*_):
+        raise AssertionError("collected again")
+
+    monkeypatch.setattr("thinrank.compression.statistics._observe", never)
+    compress(folder, tmp_path / "second", keep_ratio=0.5, **options)
+    compress(folder, tmp_path / "third", keep_ratio=0.7, method="basis-sharing", **options)
+    assert digests(tmp_path / "first") == digests(tmp_path / "second")
+    with pytest.raises(AssertionError, match="again"):  # other tokens
+        compress(folder, tmp_path / "fourth", keep_ratio=0.5, **options | {"calibration_samples": 7})
+    weights = folder / "model.safetensors"
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
+    with pytest.raises(AssertionError, match="again"):  # other weights, perhaps
+        compress(folder, tmp_path / "fourth", keep_ratio=0.5, **options)
+
+
+def test_an_interrupted_run_leaves_its_folder_and_a_refused_one_does_not(tmp_path, calibrated, monkeypatch):
+    _, folder = dense_model(tmp_path)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("thinrank.compression.spectra.spectrum", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compress(folder, tmp_path / "out", keep_ratio=0.5, **calibrated)
+    assert list((tmp_path / ".out.work").glob("statistics-*/layer-*"))
+    monkeypatch.undo()
+    compress(folder, tmp_path / "out", keep_ratio=0.5, **calibrated)
+    assert not (tmp_path / ".out.work").exists()
+
+
+def test_hidden_states_go_on_after_the_last_complete_stage(tmp_path):
+    states = HiddenStates(tmp_path, "x", (3, 2))
+    assert states.stage is None
+    for stage in range(3):
+        states.new().fill_(stage)
+        states.commit(stage)
+    states.new().fill_(9)  # never committed
+    again = HiddenStates(tmp_path, "x", (3, 2))
+    assert again.stage == 2
+    assert again.read(2).eq(2).all()
+    assert [path.name for path in tmp_path.glob("*.f32")] == ["x-00002.f32"]
+    again.remove()
+    assert not list(tmp_path.iterdir())
