@@ -15,26 +15,37 @@ PACKAGE = Path(thinrank.__file__).parent
 
 LEAVES = {"errors", "config", "device", "version"}
 RUNTIME = LEAVES | {"kernels", "model", "checkpoint", "engine", "text", "outputs", "llm"}
-EVERYTHING = RUNTIME | {"compression", "builtin_text", "eval", "bench", "planning", "demo", "server"}
+EVERYTHING = RUNTIME | {
+    "compression",
+    "builtin_text",
+    "public_text",
+    "eval",
+    "bench",
+    "planning",
+    "demo",
+    "server",
+}
 
 #: Top-level module or package -> those that it may import, beside itself.
 MAY_IMPORT = {
     "errors": set(),
     "version": set(),
     "builtin_text": set(),
+    "public_text": {"errors"},
     "config": {"errors"},
     "device": {"errors"},
     "text": LEAVES,
     "kernels": LEAVES,
     "model": LEAVES | {"kernels"},
     "checkpoint": LEAVES | {"model"},
-    "compression": LEAVES | {"model", "checkpoint", "text", "builtin_text"},
+    "compression": LEAVES | {"model", "checkpoint", "text", "builtin_text", "public_text"},
     "engine": LEAVES | {"kernels", "model", "checkpoint"},
     "outputs": LEAVES | {"engine", "text"},
     "llm": RUNTIME,
     "integrations": LEAVES | {"model", "checkpoint"},
     "bench": RUNTIME | {"builtin_text"},
-    "eval": RUNTIME | {"builtin_text", "bench"},  # the same models, report and Hugging Face as are timed
+    "eval": RUNTIME
+    | {"builtin_text", "public_text", "bench"},  # the same models, report and Hugging Face as are timed
     "planning": LEAVES | {"model", "checkpoint", "compression", "bench"},  # its ranks, its shapes
     "server": RUNTIME,
     "demo": EVERYTHING - {"server"},
@@ -48,10 +59,10 @@ EXTRA = {
     "huggingface_hub": ("checkpoint/convert", "lazily"),
     "gguf": ("checkpoint/convert", "lazily"),
     "sentencepiece": ("checkpoint/convert", "lazily"),
-    "datasets": ("compression/texts.py", "lazily"),
+    "datasets": ("public_text.py", "lazily"),
     "jinja2": ("text.py", "at the top"),  # a dependency of torch; chat templates raise its errors
 }
-LIBRARY = RUNTIME | {"compression", "builtin_text"}
+LIBRARY = RUNTIME | {"compression", "builtin_text", "public_text"}
 
 SOURCES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 #: `thinrank/__init__.py` names everything, lazily; the last test covers it.

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from ..builtin_text import calibration_text
 from ..errors import OptionError
+from ..public_text import load_public_text
 
 #: Prefix of any other data set: datasets:NAME[:CONFIG[:SPLIT]], of which the column "text" is taken.
 DATASETS = "datasets:"
@@ -25,7 +25,9 @@ def read_text(name: str | Path) -> str:
         return TEXTS[str(name)]()
     if str(name).startswith(DATASETS):
         dataset, config, split, *_ = [*str(name).removeprefix(DATASETS).split(":"), "", ""]
-        return "\n\n".join(_load(dataset, *([config] if config else []), split=split or "train")["text"])
+        return "\n\n".join(
+            load_public_text(dataset, *([config] if config else []), split=split or "train")["text"]
+        )
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -57,26 +59,13 @@ def _join_lines(text: str, name: str) -> str:
 
 def _wikitext2() -> str:
     """The raw train split, lines joined by blank ones, as in the papers."""
-    return "\n\n".join(_load("Salesforce/wikitext", "wikitext-2-raw-v1", split="train")["text"])
+    return "\n\n".join(load_public_text("Salesforce/wikitext", "wikitext-2-raw-v1", split="train")["text"])
 
 
 def _c4() -> str:
     """The first 5000 documents of the first train shard."""
     shard = {"train": "en/c4-train.00000-of-01024.json.gz"}
-    return "\n\n".join(_load("allenai/c4", data_files=shard, split="train")[:5000]["text"])
-
-
-def _load(name: str, *arguments: str, **options: Any) -> Any:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise OptionError(
-            f"{name} needs the package datasets", "run: pip install 'thinrank[datasets]', or name a text file"
-        ) from error
-    try:
-        return load_dataset(name, *arguments, **options)
-    except (OSError, ValueError, RuntimeError) as error:  # offline, not cached, moved
-        raise OptionError(f"cannot get {name}: {error}", "check the connection, or name a file") from error
+    return "\n\n".join(load_public_text("allenai/c4", data_files=shard, split="train")[:5000]["text"])
 
 
 #: Name -> text. None of them overlaps with the texts of the same name that perplexity is measured on.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from ..builtin_text import held_out_text
 from ..errors import OptionError
+from ..public_text import load_public_text
 
 
 @dataclass(frozen=True)
@@ -43,28 +43,15 @@ def _builtin() -> Text:
 
 def _wikitext2() -> Text:
     """The raw test split, lines joined by blank ones, as in the papers on compression since GPTQ."""
-    rows = _load("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
+    rows = load_public_text("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
     return Text("wikitext-2-raw-v1", "test", "\n\n".join(rows["text"]))
 
 
 def _c4() -> Text:
     """The first 1100 documents of the first validation shard, joined by spaces, as in the same papers."""
     shard = {"validation": "en/c4-validation.00000-of-00008.json.gz"}
-    rows = _load("allenai/c4", data_files=shard, split="validation")
+    rows = load_public_text("allenai/c4", data_files=shard, split="validation")
     return Text("c4", "validation, first 1100 documents", " ".join(rows[:1100]["text"]))
-
-
-def _load(name: str, *arguments: str, **options: Any) -> Any:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise OptionError(
-            f"{name} needs the package datasets", "run: pip install 'thinrank[datasets]', or name a text file"
-        ) from error
-    try:
-        return load_dataset(name, *arguments, **options)
-    except (OSError, ValueError, RuntimeError) as error:  # offline, not cached, moved
-        raise OptionError(f"cannot get {name}: {error}", "check the connection, or name a file") from error
 
 
 #: Name -> text. `builtin` is there without a download, and differs a little between Python versions.
