@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..config import BLOCK_SIZE
-from .gemv import store_parts
+from .gemv import store_result
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,7 +28,7 @@ _NUM_SMS = 132
 #: Stands for "no limit" in the kernels: context_len - NO_WINDOW is never positive.
 NO_WINDOW = 2**31 - 1
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 class DecodeWorkspace(NamedTuple):
@@ -163,7 +163,7 @@ def decode_attention(
         workspace.partials,
         workspace.stats,
         workspace.counters,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         NO_WINDOW if window is None else window,
         q.stride(0),
         q.stride(1),
@@ -336,7 +336,7 @@ def _decode_kernel(
         if used == 1:
             # A row without tokens has total 0 and gives zeros. NaN > 0 is false: a NaN stays one through acc.
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-            _store(out_row + head[:, None] * HEAD_DIM + dim[None, :], out_stride, acc, valid, PARTS)
+            store_result(out_row + head[:, None] * HEAD_DIM + dim[None, :], out_stride, acc, valid, PARTS)
         else:
             pair = row * KV_HEADS + kv_head
             slot = (pair * NUM_SPLITS + split) * GROUP + head
@@ -367,13 +367,29 @@ def _prefetch(pointer, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _load_tile(
+    keys, values, start, first, end,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [TILE, HEAD_DIM_PAD] of tokens from `start` in one block, and which of them the query sees."""
+    token, dim = tl.arange(0, TILE), tl.arange(0, HEAD_DIM_PAD)
+    seen = (start + token >= first) & (start + token < end)
+    offsets = (start % BLOCK_SIZE + token)[:, None] * HEAD_DIM + dim[None, :]
+    mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+    return (
+        tl.load(keys + offsets, mask=mask, other=0.0),
+        tl.load(values + offsets, mask=mask, other=0.0),
+        seen,
+    )
+
+
+@triton.jit
 def _attend_one(
     q_ptr, key_ptr, value_ptr, table, scale_log2, first, begin, end, cache_stride_block,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One query head over tokens [begin, end). Returns m [1], total [1], acc [1, HEAD_DIM_PAD]."""
-    token = tl.arange(0, TILE)
     dim = tl.arange(0, HEAD_DIM_PAD)
     q = tl.load(q_ptr + dim, mask=dim < HEAD_DIM, other=0.0)
     q = q.to(tl.float32) * scale_log2
@@ -385,13 +401,11 @@ def _attend_one(
     block = tl.load(table + begin // BLOCK_SIZE, mask=begin < end, other=0)
     for start in tl.range(begin, end, TILE, num_stages=NUM_STAGES):
         following = tl.load(table + tl.minimum(start + TILE, end - 1) // BLOCK_SIZE)
-        position = start + token
-        seen = (position >= first) & (position < end)
-        offsets = (start % BLOCK_SIZE + token)[:, None] * HEAD_DIM + dim[None, :]
-        offsets += block.to(tl.int64) * cache_stride_block
-        mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
-        k = tl.load(key_ptr + offsets, mask=mask, other=0.0)
-        v = tl.load(value_ptr + offsets, mask=mask, other=0.0)
+        block_offset = block.to(tl.int64) * cache_stride_block
+        k, v, seen = _load_tile(
+            key_ptr + block_offset, value_ptr + block_offset, start, first, end,
+            HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, TILE,
+        )  # fmt: skip
         score = tl.sum(k.to(tl.float32) * q[None, :], axis=1)
         score = tl.where(seen, score, float("-inf"))
         m_new = tl.maximum(m, tl.max(score, axis=0))
@@ -423,7 +437,6 @@ def _attend_group(
     """
     PARTS: tl.constexpr = 2 if GROUP_PAD == 8 else 1
     row = tl.arange(0, PARTS * GROUP_PAD)
-    token = tl.arange(0, TILE)
     dim = tl.arange(0, HEAD_DIM_PAD)
     q_mask = (row % GROUP_PAD < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + (row % GROUP_PAD)[:, None] * q_stride_head + dim[None, :], mask=q_mask, other=0.0)
@@ -434,13 +447,11 @@ def _attend_group(
     block = tl.load(table + begin // BLOCK_SIZE, mask=begin < end, other=0)
     for start in tl.range(begin, end, TILE, num_stages=NUM_STAGES):
         following = tl.load(table + tl.minimum(start + TILE, end - 1) // BLOCK_SIZE)
-        position = start + token
-        seen = (position >= first) & (position < end)
-        offsets = (start % BLOCK_SIZE + token)[:, None] * HEAD_DIM + dim[None, :]
-        offsets += block.to(tl.int64) * cache_stride_block
-        mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
-        k = tl.load(key_ptr + offsets, mask=mask, other=0.0)
-        v = tl.load(value_ptr + offsets, mask=mask, other=0.0)
+        block_offset = block.to(tl.int64) * cache_stride_block
+        k, v, seen = _load_tile(
+            key_ptr + block_offset, value_ptr + block_offset, start, first, end,
+            HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, TILE,
+        )  # fmt: skip
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         score = tl.sum(tl.reshape(score, [PARTS, GROUP_PAD, TILE]), axis=0)
         score = tl.where(seen[None, :], score, float("-inf"))
@@ -455,14 +466,6 @@ def _attend_group(
         m = m_new
         block = following
     return m, total, acc
-
-
-@triton.jit
-def _store(pointers, out_stride, value, mask, PARTS: tl.constexpr):
-    if PARTS:
-        store_parts(pointers, out_stride // 2, value, mask)
-    else:
-        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -514,4 +517,4 @@ def _merge(
             acc += tl.sum(chunk * share[:, :, None], axis=0)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     place = out_row + head[:, None] * HEAD_DIM + dim[None, :]
-    _store(place, out_stride, acc, (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :], PARTS)
+    store_result(place, out_stride, acc, (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :], PARTS)

@@ -102,6 +102,15 @@ def store_parts(pointers, part_stride, value, mask):
 
 
 @triton.jit
+def store_result(pointers, stride, value, mask, PARTS: tl.constexpr):
+    """A float32 value in two parts for the next GEMV, half a row's stride apart, or rounded to the pointers' dtype."""
+    if PARTS:
+        store_parts(pointers, stride // 2, value, mask)
+    else:
+        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def gemv(
     tiles0, pointers0, x0, stride0, end0, tiles1, pointers1, x1, stride1, end1, begin, batch,
     PAIR: tl.constexpr, SAME_INPUT: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,

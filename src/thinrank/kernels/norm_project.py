@@ -12,7 +12,7 @@ from .gemv import (
     load_squares,
     norm_scale,
     split_range,
-    store_parts,
+    store_result,
     sum_splits,
     wait_for_inputs,
 )
@@ -77,7 +77,4 @@ def _norm_project_kernel(
         pointers = out + column[None, :] * out_stride + out_offset + row[:, None]
         result = sums * norm_scale(square_sums, K, eps)
         mask = (row < num_rows)[:, None] & (column < batch)[None, :]
-        if PARTS:
-            store_parts(pointers, out_stride // 2, result, mask)
-        else:
-            tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
+        store_result(pointers, out_stride, result, mask, PARTS)

@@ -14,9 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import BLOCK_SIZE
-from .decode_attention import NO_WINDOW, check_paged_inputs, check_scale_and_window
-
-_LOG2_E = 1.4426950408889634
+from .decode_attention import LOG2_E, NO_WINDOW, check_paged_inputs, check_scale_and_window
 
 
 class PrefillConfig(NamedTuple):
@@ -94,7 +92,7 @@ def prefill_attention(
         query_start,
         context_lens,
         out,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         NO_WINDOW if window is None else window,
         q.stride(0),
         q.stride(1),

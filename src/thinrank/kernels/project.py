@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv import SQUARES_GROUP, gemv_rows, load_rows, split_range, store_parts, sum_splits, wait_for_inputs
+from .gemv import (
+    SQUARES_GROUP,
+    gemv_rows,
+    load_rows,
+    split_range,
+    store_parts,
+    store_result,
+    sum_splits,
+    wait_for_inputs,
+)
 from .tuning import GemvConfig
 from .workspace import SplitWorkspace
 
@@ -111,7 +120,4 @@ def _project_kernel(
             store_parts(place, num_rows, sums * next_norm, mask)
             square = tl.sum(tl.where(mask, sums * sums, 0.0), axis=0)
             tl.store(squares + column * tl.num_programs(0) + block, square, mask=column < batch)
-        if PARTS:
-            store_parts(pointers, out_stride // 2, sums, mask)
-        else:
-            tl.store(pointers, sums.to(out.dtype.element_ty), mask=mask)
+        store_result(pointers, out_stride, sums, mask, PARTS)
