@@ -1,9 +1,14 @@
 """Launch settings: the rule, and a table that goes before it."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from thinrank.errors import OptionError
 from thinrank.kernels.tuning import OPS, GemvConfig, Launch, LaunchSettings, choices, gemv_rule
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -16,20 +21,20 @@ def test_the_rule_gives_what_an_op_can_do(op):
             assert all(getattr(config, name) in values for name, values in choices(op).items())
 
 
+MEASURED = json.loads((RESULTS / "h200_launch_settings.json").read_text())["launches"]
+
+
 @pytest.mark.parametrize(
-    ("launch", "config"),
-    [
-        (Launch("norm_project", 3072, 4096), GemvConfig(4, 4, 8)),
-        (Launch("project", 1024, 4096), GemvConfig(16, 4, 8)),
-        (Launch("project", 1492, 11008), GemvConfig(8, 4, 8)),
-        (Launch("project_residual", 4096, 1024), GemvConfig(4, 4)),
-        (Launch("project_rope", 12288, 1024), GemvConfig(2, 4)),
-        (Launch("project_silu_mul", 11008, 1536), GemvConfig(2, 4)),
-    ],
+    "launch", MEASURED, ids=lambda launch: f"{launch['shape']}-{launch['op']}-{launch['rows']}"
 )
-def test_the_rule_is_what_was_measured(launch, config):
-    """The best of benchmarks/results/h200_tune_l7b.json, or within 0.5 % of a step of it."""
-    assert gemv_rule(launch) == config
+def test_the_rule_is_what_was_measured(launch):
+    """Within 1.2 % of a step of the best settings, launch by launch; a step of the same settings varies by 0.5 %."""
+    times = {tuple(launch["rule"].values()): launch["rule_step_us"]}
+    for trial in launch["trials"]:
+        *config, time = trial.values()
+        times[tuple(config)] = min(time, times.get(tuple(config), time))
+    chosen = gemv_rule(Launch(launch["op"], launch["rows"], launch["width"]))
+    assert times[chosen] <= 1.012 * min(times.values())
 
 
 def test_the_table_goes_before_the_rule():

@@ -8,7 +8,8 @@ bit for bit alone and in any batch.
 
 That side has room for 16 rows and the batch has at most 8, so each input comes in two parts, the number rounded to the
 weights' dtype and what the rounding left, [batch, 2, width], and a 16-bit model is multiplied with inputs of 16 bits of
-mantissa (bfloat16) for the price of 8.
+mantissa (bfloat16) for the price of 8. Both parts of up to FOUR rows fit the 8 rows that one load brings, and the other
+8 are zeros: that halves the loads of the inputs, which cost 10 % of a step of LLaMA-7B.
 
 A tile is what one load instruction of every thread brings: 8 rows of 32 columns for each warp, 16 bytes a thread.
 It goes into the tensor cores from the registers that it was loaded into. They want columns spread over a warp in
@@ -47,24 +48,43 @@ def tile_rows(matrix, first_row, num_rows, stride, SLICES: tl.constexpr):
 
 
 @triton.jit
-def input_rows(x, batch, stride, SLICES: tl.constexpr):
-    """Where the tiles of the inputs' rows start, both parts of 8 rows: pointers [2 * SLICES * 8, 32]."""
+def input_rows(x, batch, stride, SLICES: tl.constexpr, FOUR: tl.constexpr):
+    """Where the tiles of the inputs start: pointers [2 * SLICES * 8, 32], one part of 8 rows after the other; FOUR:
+    both parts of 4 rows, in the first half."""
     lane = tl.arange(0, 2 * SLICES * 8)
-    row = tl.minimum(lane % 8, batch - 1)
-    part = lane // (SLICES * 8)
+    if FOUR:
+        row, part = lane % 4, lane // 4 % 2
+    else:
+        row, part = lane % 8, lane // (SLICES * 8)
+    row = tl.minimum(row, batch - 1)
     columns = (lane // 8 % SLICES * 64)[:, None] + tl.arange(0, 32)[None, :]
     return x + (row * stride + part * (stride // 2))[:, None] + columns
 
 
 @triton.jit
-def load_tiles(pointers, k, end, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr):
-    """2 * AHEAD tiles, shaped as the pointers, from column k, zeros from column `end`; EVEN: which is far enough."""
-    first = (tl.arange(0, pointers.shape[0]) // 8 % SLICES * 64)[:, None]
+def load_tiles(
+    pointers,
+    k,
+    end,
+    SLICES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EVEN: tl.constexpr,
+    HALF: tl.constexpr = False,
+):
+    """2 * AHEAD tiles, shaped as the pointers, from column k, zeros from column `end`; EVEN: which is far enough.
+    HALF: the second half of their rows is zeros, which the compiler knows and does not load."""
+    lane = tl.arange(0, pointers.shape[0])[:, None]
+    first = lane // 8 % SLICES * 64
+    loaded = lane < SLICES * 8
     tiles = ()
     for i in tl.static_range(2 * AHEAD):
         at = k + (i // 2) * SLICES * 64 + (i % 2) * 32
-        if EVEN:
+        if EVEN and HALF:
+            tile = tl.load(pointers + at, mask=loaded, other=0.0)
+        elif EVEN:
             tile = tl.load(pointers + at)
+        elif HALF:
+            tile = tl.load(pointers + at, mask=loaded & (first < end - at), other=0.0)
         else:
             tile = tl.load(pointers + at, mask=first < end - at, other=0.0)
         tiles = tiles + (tile,)
@@ -85,11 +105,28 @@ def fragment(tile, SLICES: tl.constexpr):
 
 @triton.jit
 def add_tiles(acc, tiles, inputs, SLICES: tl.constexpr, AHEAD: tl.constexpr):
-    """acc [SLICES, 16, 8] plus the products of `load_tiles` of a matrix and of its inputs, both parts of 8 rows."""
+    """acc [SLICES, 16, 8] plus the products of `load_tiles` of a matrix and of its inputs."""
     for i in tl.static_range(2 * AHEAD):
         weights = tl.permute(fragment(tiles[i], SLICES), [0, 2, 1])
         acc = tl.dot(fragment(inputs[i], SLICES), weights, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def sum_parts(acc, SLICES: tl.constexpr, FOUR: tl.constexpr):
+    """The products of both parts of the inputs together: [SLICES, 16, 8] -> [SLICES, 8 or 4, 8]."""
+    sums = tl.sum(tl.reshape(acc, [SLICES, 2, 8, 8]), axis=1)
+    if FOUR:  # one of the two was zeros
+        sums = tl.sum(tl.reshape(sums, [SLICES, 2, 4, 8]), axis=1)
+    return sums
+
+
+@triton.jit
+def by_weight_row(sums, FOUR: tl.constexpr):
+    """[8 or 4, 8] -> [8, 8], a column a batch row."""
+    if FOUR:
+        sums = tl.reshape(tl.permute(tl.join(sums, sums), [2, 0, 1]), [8, 8])
+    return tl.trans(sums)
 
 
 @triton.jit
@@ -113,21 +150,22 @@ def store_result(pointers, stride, value, mask, PARTS: tl.constexpr):
 @triton.jit
 def gemv(
     tiles0, pointers0, x0, stride0, end0, tiles1, pointers1, x1, stride1, end1, begin, batch,
-    PAIR: tl.constexpr, SAME_INPUT: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    PAIR: tl.constexpr, SAME_INPUT: tl.constexpr,
+    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr,
 ):  # fmt: skip
     """8 rows of one matrix and, if PAIR, 8 of another times their inputs, columns `begin` to `end`: float32 [8, 8]
     each, a column a batch row; those past the batch are meaningless.
 
     tiles: the first ones of each, loaded already. SAME_INPUT: x1 is x0, so that it is loaded once. EVEN: both
-    matrices end together, after whole steps.
+    matrices end together, after whole steps. FOUR: the batch has at most 4 rows.
     """
     step: tl.constexpr = AHEAD * SLICES * 64
-    inputs0 = input_rows(x0, batch, stride0, SLICES)
-    inputs1 = input_rows(x1, batch, stride1, SLICES)
-    x0_tiles = load_tiles(inputs0, begin, end0, SLICES, AHEAD, EVEN)
+    inputs0 = input_rows(x0, batch, stride0, SLICES, FOUR)
+    inputs1 = input_rows(x1, batch, stride1, SLICES, FOUR)
+    x0_tiles = load_tiles(inputs0, begin, end0, SLICES, AHEAD, EVEN, FOUR)
     x1_tiles = x0_tiles
     if not SAME_INPUT:
-        x1_tiles = load_tiles(inputs1, begin, end1, SLICES, AHEAD, EVEN)
+        x1_tiles = load_tiles(inputs1, begin, end1, SLICES, AHEAD, EVEN, FOUR)
     acc0 = add_tiles(tl.zeros([SLICES, 16, 8], tl.float32), tiles0, x0_tiles, SLICES, AHEAD)
     acc1 = tl.zeros([SLICES, 16, 8], tl.float32)
     if PAIR:
@@ -139,21 +177,21 @@ def gemv(
         tiles0 = load_tiles(pointers0, k, end0, SLICES, AHEAD, EVEN)
         if PAIR:
             tiles1 = load_tiles(pointers1, k, end1, SLICES, AHEAD, EVEN)
-        x0_tiles = load_tiles(inputs0, k, end0, SLICES, AHEAD, EVEN)
+        x0_tiles = load_tiles(inputs0, k, end0, SLICES, AHEAD, EVEN, FOUR)
         x1_tiles = x0_tiles
         if not SAME_INPUT:
-            x1_tiles = load_tiles(inputs1, k, end1, SLICES, AHEAD, EVEN)
+            x1_tiles = load_tiles(inputs1, k, end1, SLICES, AHEAD, EVEN, FOUR)
         acc0 = add_tiles(acc0, tiles0, x0_tiles, SLICES, AHEAD)
         if PAIR:
             acc1 = add_tiles(acc1, tiles1, x1_tiles, SLICES, AHEAD)
-    # The parts of the inputs and the warps are summed up, for both matrices together: one exchange instead of two.
+    sums0 = sum_parts(acc0, SLICES, FOUR)
     if PAIR:
-        sums = tl.sum(tl.sum(tl.reshape(tl.join(acc0, acc1), [SLICES, 2, 8, 8, 2]), axis=1), axis=0)
-        sum0, sum1 = tl.split(tl.permute(sums, [1, 0, 2]))
+        # The warps are summed up for both matrices together: one exchange instead of two.
+        sums0, sums1 = tl.split(tl.sum(tl.join(sums0, sum_parts(acc1, SLICES, FOUR)), axis=0))
     else:
-        sum0 = tl.trans(tl.sum(tl.sum(tl.reshape(acc0, [SLICES, 2, 8, 8]), axis=1), axis=0))
-        sum1 = sum0
-    return sum0, sum1
+        sums0 = tl.sum(sums0, axis=0)
+        sums1 = sums0
+    return by_weight_row(sums0, FOUR), by_weight_row(sums1, FOUR)
 
 
 @triton.jit
@@ -174,12 +212,12 @@ def load_rows(
 @triton.jit
 def gemv_rows(
     weights, x, x_stride, begin, end, batch,
-    ROWS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr,
 ):  # fmt: skip
     """Columns begin to end of ROWS rows times x: float32 [ROWS, 8], a column a batch row. weights: from `load_rows`."""
     sum0, sum1 = gemv(
         weights[0], weights[1], x, x_stride, end, weights[2], weights[3], x, x_stride, end, begin, batch,
-        ROWS == 16, True, SLICES, AHEAD, EVEN,
+        ROWS == 16, True, SLICES, AHEAD, EVEN, FOUR,
     )  # fmt: skip
     if ROWS == 16:
         sum0 = tl.reshape(tl.permute(tl.join(sum0, sum1), [2, 0, 1]), [16, 8])

@@ -48,7 +48,7 @@ def norm_project(
         workspace.partials, workspace.counters,
         PARTS=out.dim() == 3, ROWS=config.rows, SPLITS=config.splits,
         NUM_SQUARES=triton.next_power_of_2(squares.shape[1]),
-        PDL=pdl, launch_pdl=pdl, **config.arguments(hidden_size),
+        PDL=pdl, launch_pdl=pdl, **config.arguments(batch, hidden_size),
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def _norm_project_kernel(
     scaled, squares, num_squares, eps, arena, out, out_stride, K, batch,
     offset0, offset1, offset2, rows0, rows1, rows2, out0, out1, out2, end0, end1, partials, counters,
     PARTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, NUM_SQUARES: tl.constexpr,
-    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, split = tl.program_id(0), tl.program_id(1)
     offset, num_rows, out_offset, first_block = tl.cast(offset0, tl.int64), rows0, out0, 0
@@ -70,7 +70,7 @@ def _norm_project_kernel(
     weights = load_rows(arena + offset, first_row, num_rows, K, begin, end, ROWS, SLICES, AHEAD, EVEN)
     wait_for_inputs(PDL)
     square_sums = load_squares(squares, num_squares, batch, NUM_SQUARES)
-    sums = gemv_rows(weights, scaled, 2 * K, begin, end, batch, ROWS, SLICES, AHEAD, EVEN)
+    sums = gemv_rows(weights, scaled, 2 * K, begin, end, batch, ROWS, SLICES, AHEAD, EVEN, FOUR)
     sums, is_last = sum_splits(sums, partials, counters, block, split, ROWS, SPLITS)
     if is_last:
         row, column = first_row + tl.arange(0, ROWS), tl.arange(0, 8)

@@ -86,7 +86,7 @@ def _launch(
         bias, norm, scaled, squares, workspace.partials, workspace.counters,
         PARTS=out.dim() == 3, ROWS=config.rows, SPLITS=config.splits,
         HAS_BIAS=bias is not None, RESIDUAL=norm is not None,
-        PDL=pdl, launch_pdl=pdl, **config.arguments(width),
+        PDL=pdl, launch_pdl=pdl, **config.arguments(x.shape[0], width),
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def _project_kernel(
     x, x_stride, arena, offset, num_rows, K, out, out_stride, batch,
     bias, norm, scaled, squares, partials, counters,
     PARTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, split = tl.program_id(0), tl.program_id(1)
     begin, end = split_range(K, split, SPLITS)
@@ -111,7 +111,7 @@ def _project_kernel(
         if HAS_BIAS:
             addend += tl.load(bias + row, mask=row_mask, other=0.0)[:, None]
     wait_for_inputs(PDL)
-    sums = gemv_rows(weights, x, x_stride, begin, end, batch, ROWS, SLICES, AHEAD, EVEN)
+    sums = gemv_rows(weights, x, x_stride, begin, end, batch, ROWS, SLICES, AHEAD, EVEN, FOUR)
     sums, is_last = sum_splits(sums, partials, counters, block, split, ROWS, SPLITS)
     if is_last:
         if RESIDUAL:

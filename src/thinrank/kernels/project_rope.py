@@ -51,7 +51,7 @@ def project_rope(
         heads, kv_heads, key_cache.stride(0),
         PROGRAMS=chunks, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, NUM_SQUARES=triton.next_power_of_2(squares.shape[1]),
         HAS_BIAS=bias is not None, QK_NORM=qk_norm is not None, ANY_DENSE=min(segments.in_offsets) < 0,
-        PDL=pdl, launch_pdl=pdl, **config.arguments(*segments.widths),
+        PDL=pdl, launch_pdl=pdl, **config.arguments(batch, *segments.widths),
     )  # fmt: skip
 
 
@@ -62,6 +62,7 @@ def _project_rope_kernel(
     bias, qk_norm, rotation, q, key_cache, value_cache, positions, block_tables, table_stride,
     heads, kv_heads, cache_stride,
     PROGRAMS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    FOUR: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, ANY_DENSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +101,7 @@ def _project_rope_kernel(
         x = tl.where(in_offset < 0, scaled, x)
         stride = tl.where(in_offset < 0, 2 * hidden_size, stride)
     first, second = gemv(
-        tiles1, rows1, x, stride, K, tiles2, rows2, x, stride, K, 0, batch, True, True, SLICES, AHEAD, EVEN
+        tiles1, rows1, x, stride, K, tiles2, rows2, x, stride, K, 0, batch, True, True, SLICES, AHEAD, EVEN, FOUR,
     )  # fmt: skip
     first, second = tl.reshape(first, [1, 8, 8]), tl.reshape(second, [1, 8, 8])
     if CHUNKS > 1:
@@ -112,7 +113,8 @@ def _project_rope_kernel(
             tiles1 = load_tiles(rows1, 0, K, SLICES, AHEAD, EVEN)
             tiles2 = load_tiles(rows2, 0, K, SLICES, AHEAD, EVEN)
             first8, second8 = gemv(
-                tiles1, rows1, x, stride, K, tiles2, rows2, x, stride, K, 0, batch, True, True, SLICES, AHEAD, EVEN
+                tiles1, rows1, x, stride, K, tiles2, rows2, x, stride, K, 0, batch,
+                True, True, SLICES, AHEAD, EVEN, FOUR,
             )  # fmt: skip
             here = (tl.arange(0, CHUNKS_PAD) == chunk)[:, None, None]
             first = tl.where(here, tl.reshape(first8, [1, 8, 8]), first)

@@ -37,7 +37,7 @@ def project_silu_mul(
         *segments.offsets[:2], *segments.widths[:2], *segments.in_offsets[:2], bias, out, out.stride(0),
         NUM_SQUARES=triton.next_power_of_2(squares.shape[1]), HAS_BIAS=bias is not None,
         DENSE0=segments.in_offsets[0] < 0, DENSE1=segments.in_offsets[1] < 0,
-        PDL=pdl, launch_pdl=pdl, **config.arguments(*segments.widths[:2]),
+        PDL=pdl, launch_pdl=pdl, **config.arguments(batch, *segments.widths[:2]),
     )  # fmt: skip
 
 
@@ -45,8 +45,8 @@ def project_silu_mul(
 def _project_silu_mul_kernel(
     latents, latents_stride, scaled, squares, num_squares, hidden_size, eps, arena, num_rows, batch,
     offset0, offset1, K0, K1, in0, in1, bias, out, out_stride,
-    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, NUM_SQUARES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PDL: tl.constexpr, DENSE0: tl.constexpr, DENSE1: tl.constexpr,
+    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr,
+    NUM_SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, DENSE0: tl.constexpr, DENSE1: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * 8
     gate_rows = tile_rows(arena + tl.cast(offset0, tl.int64), first_row, num_rows, K0, SLICES)
@@ -66,7 +66,7 @@ def _project_silu_mul_kernel(
         x1, stride1 = latents + in1, latents_stride
     gate, up = gemv(
         gate_tiles, gate_rows, x0, stride0, K0, up_tiles, up_rows, x1, stride1, K1, 0, batch,
-        True, DENSE0 and DENSE1, SLICES, AHEAD, EVEN,
+        True, DENSE0 and DENSE1, SLICES, AHEAD, EVEN, FOUR,
     )  # fmt: skip
     if DENSE0 or DENSE1:
         scale = norm_scale(square_sums, hidden_size, eps)

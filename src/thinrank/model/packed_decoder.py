@@ -21,6 +21,7 @@ from ..kernels.decode_attention import DecodeWorkspace, decode_attention, decode
 from ..kernels.embed import embed
 from ..kernels.gemv import SQUARES_GROUP
 from ..kernels.greedy import greedy, greedy_workspace
+from ..kernels.l2_fetch import fetch_whole_lines
 from ..kernels.norm_project import norm_project
 from ..kernels.project import project, project_residual
 from ..kernels.project_rope import project_rope
@@ -133,7 +134,10 @@ class PackedDecoder:
             embed_tokens = get("model.embed_tokens.weight").to(device=device, dtype=dtype)
         rope = RotaryEmbedding.build(config.rope, config.head_dim, device)
         rotation = torch.stack(rope.rotation(torch.arange(max_model_len, device=device)), dim=1).contiguous()
-        pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        pdl = False
+        if device.type == "cuda":
+            fetch_whole_lines(device)
+            pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         return PackedDecoder(
             config, builder.arena, embed_tokens, tuple(layers), norm("model.norm"), lm_head, rotation, pdl,
             settings_for(device),
