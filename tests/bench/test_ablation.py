@@ -95,7 +95,7 @@ def filled_cache(model_type: str, structure: str):
     ranks, _ = STRUCTURES[structure](dense, 0.5, 0)
     config = replace(dense, ranks=ranks)
     get = random_source(config, torch.float32, DEVICE, 0)
-    return FilledCache.build(PackedDecoder.build(config, get, torch.float32, DEVICE, 256), 70, seed=0)
+    return FilledCache.build(PackedDecoder.build(config, get, torch.float32, DEVICE, 256), 70, STEPS, seed=0)
 
 
 @cache

@@ -154,7 +154,7 @@ def _measure_system(
 
     decoder = fast_decoder(model)
     assert isinstance(decoder, PackedDecoder)
-    filled = FilledCache.build(decoder, context_len, model.seed)
+    filled = FilledCache.build(decoder, context_len, WINDOW_STEPS, model.seed)
     compared = comparisons(dense=system == "dense")
     expected = logits(filled, VariantStep(filled, FULL))
     errors: list[float] = []
@@ -179,8 +179,8 @@ def describe(variant: Variant) -> str:
 
 
 def logits(filled: FilledCache, step: VariantStep, count: int = CHECKED_STEPS) -> Tensor:
-    """float32 logits [count, vocab_size] of the last steps before the context is full, given tokens 1, 2, ..."""
-    filled.rewind(count)
+    """float32 logits [count, vocab_size] of the first steps, given tokens 1, 2, ..."""
+    filled.rewind()
     rows = []
     for index in range(count):
         filled.state.token_ids.fill_(1 + index)
@@ -216,12 +216,12 @@ def _time(filled: FilledCache, step: VariantStep, num_iters: int, num_iters_warm
 
     times, host = [], []
     for _ in range(num_iters_warmup + num_iters):
-        filled.rewind(WINDOW_STEPS)
+        filled.rewind()
         times.append(milliseconds(run_steps(WINDOW_STEPS), device) / WINDOW_STEPS)
     for _ in range(num_iters_warmup + num_iters):
-        filled.rewind(1)
+        filled.rewind()
         host.append(milliseconds(step, device))  # a step does not wait for itself
-    filled.rewind(PROFILED_STEPS)
+    filled.rewind()
     launches = count_launches(run_steps(PROFILED_STEPS), device)
     return Timing(
         (launches.kernels + launches.graphs) / PROFILED_STEPS,

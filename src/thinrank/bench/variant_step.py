@@ -44,16 +44,19 @@ class FilledCache:
 
     What it holds is random. A low-rank model's has latents too, and the keys and values that these give, so that
     variants with and without dense keys and values compute the same. latents: one a layer; none of a dense model.
+    room: steps that may follow before the context is full. Every run starts there, so that it reads nothing of what
+    an earlier one has written.
     """
 
     decoder: PackedDecoder
     context_len: int
+    room: int
     state: DecodeState
     kv_cache: list[KVLayer]
     latents: list[LatentHistory]
 
     @staticmethod
-    def build(decoder: PackedDecoder, context_len: int, seed: int) -> FilledCache:
+    def build(decoder: PackedDecoder, context_len: int, room: int, seed: int) -> FilledCache:
         """Room for `context_len` tokens, rounded up to whole blocks, and all of it filled."""
         blocks = blocks_for(context_len)
         state = decoder.decode_state(1, blocks, idle_block=0)
@@ -73,11 +76,11 @@ class FilledCache:
             else:
                 for tensor in cache:
                     tensor.normal_(generator=generator)
-        return FilledCache(decoder, context_len, state, kv_cache, latents)
+        return FilledCache(decoder, context_len, room, state, kv_cache, latents)
 
-    def rewind(self, steps: int) -> None:
-        """Let this many steps follow until the context is full."""
-        position = self.context_len - steps
+    def rewind(self) -> None:
+        """To where every run starts."""
+        position = self.context_len - self.room
         self.state.token_ids.fill_(0)
         self.state.positions.fill_(position)
         self.state.context_lens.fill_(position + 1)
@@ -119,7 +122,7 @@ class VariantStep:
         self.decoder = replace(filled.decoder, pdl=variant.pdl)
         self._inner = torch.empty(2, 1, config.intermediate_size, device=self.decoder.device)
         self._unused = torch.empty_like(filled.kv_cache[0].keys)
-        filled.rewind(1)
+        filled.rewind()
         self._launches = self._prepare()
 
     def __call__(self) -> None:
