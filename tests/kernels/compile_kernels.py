@@ -77,8 +77,10 @@ CASES: dict[str, Callable[[], PackedDecoder]] = {
 
 @torch.no_grad()
 def decode(packed: PackedDecoder) -> None:
-    state = packed.decode_state(1, 16, idle_block=0)
-    packed.decode_step(state, allocate_kv_cache(packed.config, 4, packed.dtype, META))
+    """One row, and more than the GEMVs take."""
+    for rows in (1, 64):
+        state = packed.decode_state(rows, 16, idle_block=0)
+        packed.decode_step(state, allocate_kv_cache(packed.config, 4, packed.dtype, META))
     packed.sample_step(state)
 
 

@@ -70,9 +70,10 @@ class Problem:
         self.contexts = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
         self.scale = head_dim**-0.5
 
-    def workspace(self) -> DecodeWorkspace:
+    def workspace(self, batch: int | None = None) -> DecodeWorkspace:
+        """batch: rows that it is for; None: as many as there are."""
         heads, kv_heads, head_dim = self.q.shape[1], self.keys.shape[1], self.q.shape[2]
-        workspace = decode_attention_workspace(len(self.q), heads, kv_heads, head_dim, DEVICE)
+        workspace = decode_attention_workspace(batch or len(self.q), heads, kv_heads, head_dim, DEVICE)
         workspace.partials.fill_(NAN)
         workspace.stats.fill_(NAN)
         return workspace
@@ -200,6 +201,18 @@ def test_a_row_does_not_depend_on_its_batch(heads: int, kv_heads: int, dtype: to
         assert torch.equal(problem.run(rows=slice(row, row + 1))[0], batch[row])
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "batch"), [(16, 16, 64), (16, 4, 16)])
+def test_a_workspace_for_many_rows(heads: int, kv_heads: int, batch: int) -> None:
+    """It has fewer splits, and a row is the same bit for bit in any batch that uses it."""
+    problem = Problem((300, 1), heads, kv_heads, 64, torch.float32)
+    workspace = problem.workspace(batch)
+    assert workspace.partials.shape[2] < problem.workspace().partials.shape[2]
+    out = problem.run(workspace=workspace)
+    assert_matches(out, problem.expected())
+    for row in range(2):
+        assert torch.equal(problem.run(rows=slice(row, row + 1), workspace=workspace)[0], out[row])
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2)])
 def test_an_empty_row_reads_nothing(heads: int, kv_heads: int) -> None:
     """A captured graph's batch may be wider than what runs: length 0, any block table."""
@@ -256,13 +269,23 @@ def test_wrong_arguments() -> None:
             decode_attention(**(arguments | change))
 
 
-def test_num_splits_depends_on_the_shape_alone() -> None:
+def test_num_splits_depends_on_the_shape() -> None:
     assert num_splits(32, 32) == 32  # LLaMA-7B: 1024 programs
     assert num_splits(40, 40) == 26  # LLaMA-13B: 1040
     assert num_splits(32, 8) == 32  # Llama-3-8B: 256
     assert num_splits(9, 3) == 32  # SmolLM2-135M
     assert num_splits(71, 1) == 64
     assert num_splits(4096, 4096) == 1
+    assert [num_splits(32, 32, batch) for batch in (1, 2, 4, 8)] == [32] * 4
+
+
+def test_num_splits_of_many_rows() -> None:
+    """About 4 * 8 * 132 programs of one warp, or 4 * 2 * 132 of four; never more splits than a single row has."""
+    assert [num_splits(32, 32, batch) for batch in (16, 32, 64)] == [8, 4, 2]
+    assert [num_splits(32, 8, batch) for batch in (16, 32, 64)] == [8, 4, 2]
+    assert [num_splits(40, 40, batch) for batch in (16, 32, 64)] == [6, 3, 1]
+    assert [num_splits(9, 3, batch) for batch in (16, 32, 64)] == [22, 11, 5]
+    assert num_splits(71, 1, 16) == 64
 
 
 @pytest.mark.gpu
@@ -288,6 +311,16 @@ def test_full_size(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
         assert_matches(out, problem.expected(window))
         for row in (0, 3, 5):
             assert torch.equal(problem.run(window, slice(row, row + 1))[0], out[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [16, 32, 64])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 32, 128), (32, 8, 128), (9, 3, 64)])
+def test_full_size_of_many_rows(heads: int, kv_heads: int, head_dim: int, batch: int) -> None:
+    contexts = (8192, *(1 + 97 * row % 1500 for row in range(1, batch)))
+    problem = Problem(contexts, heads, kv_heads, head_dim, torch.bfloat16)
+    for window in (None, 256):
+        assert_matches(problem.run(window), problem.expected(window))
 
 
 @pytest.mark.gpu

@@ -83,6 +83,15 @@ def test_without_a_cache(extras):
     check(3, 1, 64, torch.float32, extras, cached=False, packed=True)
 
 
+def test_positions_of_32_bits():
+    """As a decode step has them."""
+    wide, narrow = (arguments(4, 2, 64, torch.float16, "both") for _ in range(2))
+    narrow["positions"] = narrow["positions"].int()
+    rope_write_kv(**wide)
+    rope_write_kv(**narrow)
+    assert torch.equal(wide["q"], narrow["q"]) and torch.equal(wide["k"], narrow["k"])
+
+
 def test_attention_reads_what_the_cache_holds():
     """Keys and values beside the cache and in it are the same bits."""
     given = arguments(4, 2, 64, torch.float16, "both")

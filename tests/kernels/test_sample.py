@@ -7,6 +7,8 @@ which moves a weight of 2^42 by 1 once in some hundred tokens: no seed below com
 import pytest
 import torch
 
+from sampling_distribution import assert_drawn_from
+
 pytest.importorskip("triton")
 
 from thinrank.kernels import reference as ops
@@ -184,23 +186,11 @@ def test_undefined_logits_are_marked_and_left_alone():
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}])
 def test_frequencies_follow_the_distribution(settings):
-    """Within five standard deviations, and never a token that a filter takes out; by a sort, in float64."""
     count, vocab_size = 5000 if DEVICE.type == "cuda" else 100, 23
     logits = random_logits(1, vocab_size, scale=2.0)
     rows = [settings | {"seed": seed} for seed in range(count)]
     tokens = State(logits.expand(count, -1).contiguous(), rows).drawn()
-    probs = (logits[0].double() / settings.get("temperature", 1)).softmax(0)
-    order = probs.argsort(descending=True)
-    keep = torch.ones(vocab_size, dtype=torch.bool)
-    if "top_k" in settings:
-        keep = probs >= probs[order[3]]
-    if "top_p" in settings:
-        keep[order] = probs[order].cumsum(0) - probs[order] < 0.7
-    if "min_p" in settings:
-        keep = probs >= 0.1 * probs.max()
-    probs = torch.where(keep, probs, 0.0) / probs[keep].sum()
-    drawn = torch.tensor(tokens).bincount(minlength=vocab_size) / count
-    assert ((drawn - probs).abs() <= 5 * (probs * (1 - probs) / count).sqrt()).all()
+    assert_drawn_from(tokens, logits[0], settings)
 
 
 def test_seed_stream_and_position_determine_the_number():

@@ -32,7 +32,7 @@ def test_it_is_what_a_step_asks_for(structure):
     cache = allocate_kv_cache(decoder.config, 2, decoder.dtype, DEVICE)
     recording.decode_step(recording.decode_state(1, 1, idle_block=0), cache)
 
-    _, *layers, head = describe_step(decoder)
+    _, *layers, head, _ = describe_step(decoder)
     assert sorted(index for group in layers for index in group.layers) == [0, 1, 2]
     of_layer = {index: group.launches for group in layers for index in group.layers}
     described = [launch for index in range(3) for launch in of_layer[index]] + list(head.launches)
@@ -42,16 +42,21 @@ def test_it_is_what_a_step_asks_for(structure):
 
 
 def test_layers_that_launch_the_same_are_one_group():
-    assert [group.name for group in describe_step(packed("uniform"))] == ["start", "layers 0-2", "head"]
+    assert [group.name for group in describe_step(packed("uniform"))] == [
+        "start",
+        "layers 0-2",
+        "head",
+        "more than 8 rows",
+    ]
     names = [group.name for group in describe_step(packed("hetero"))]
-    assert names == ["start", "layer 0", "layer 1", "layer 2", "head"]
+    assert names == ["start", "layer 0", "layer 1", "layer 2", "head", "more than 8 rows"]
 
 
 def test_shapes_and_sources():
     """tiny: hidden_size 128, 4 heads and 2 kv heads of 64, intermediate_size 256, 192 tokens; ranks 42, 32 and 42."""
     decoder = packed("uniform")
     table = LaunchSettings({Launch("project", 42, 256): GemvConfig(1, 2, 8, 4)}, "table.json")
-    _, layer, head = describe_step(replace(decoder, launch_settings=table))
+    _, layer, head, wide = describe_step(replace(decoder, launch_settings=table))
     lines = [(launch.op, launch.shape, launch.source) for launch in layer.launches]
     assert lines == [
         ("norm_project", "42 x 128 + 32 x 128 + 32 x 128", "rule"),
@@ -66,12 +71,19 @@ def test_shapes_and_sources():
     ]
     assert layer.launches[3].settings == "1 warp, 2 ahead, 8 rows, 4 splits"
     assert [launch.op for launch in head.launches] == ["norm_project", "greedy", "sample"]
+    # Twice 132 programs of four warps fill a card: four times that over 2 kv heads and 16, 32 or 64 rows.
+    assert [(launch.op, launch.shape, launch.settings) for launch in wide.launches] == [
+        ("GEMMs", "projections, as in prefill", ""),
+        ("decode_attention", "4 heads, 2 kv heads of 64, 16 rows", "4 warps, 33 splits, tiles of 32"),
+        ("decode_attention", "4 heads, 2 kv heads of 64, 32 rows", "4 warps, 16 splits, tiles of 32"),
+        ("decode_attention", "4 heads, 2 kv heads of 64, 64 rows", "4 warps, 8 splits, tiles of 32"),
+    ]
 
 
 def test_a_window_and_prefill():
     decoder = packed("dense")
     layers = tuple(replace(layer, sliding_window=40) for layer in decoder.layers)
-    _, layer, _ = describe_step(replace(decoder, layers=layers))
+    _, layer, *_ = describe_step(replace(decoder, layers=layers))
     assert [launch.shape for launch in layer.launches if "heads" in launch.shape] == [
         "4 heads, 2 kv heads of 64, window 40"
     ]

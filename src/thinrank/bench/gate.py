@@ -39,9 +39,11 @@ GREEDY_FACTOR = 4
 #: The decode steps cross the end of a block.
 PROMPT_LEN = BLOCK_SIZE - 4
 OUTPUT_LEN = 8
-#: Prompts in one batch get shorter by this, so that the rows differ in everything.
+#: Prompts in one batch get shorter by this, eight times, so that neighbours differ in everything.
 STAGGER = 5
-MAX_SEQUENCES = 8
+LENGTHS = 8
+#: As many as the largest graph has rows.
+MAX_SEQUENCES = 64
 #: The most that a request may ask for.
 LOGPROBS = 20
 
@@ -66,7 +68,7 @@ class Check:
 
 @torch.inference_mode()
 def check_system(name: str, model: BenchModel, batch_size: int) -> list[Check]:
-    """Compare the engine's prefill and decode steps with the reference, `batch_size` (up to 8) sequences.
+    """Compare the engine's prefill and decode steps with the reference, `batch_size` (up to 64) sequences.
 
     Raises ThinrankError for the first that is outside its bound.
     """
@@ -134,7 +136,7 @@ def _force(
 def _prompts(model: BenchModel, count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(model.seed)
     ids = torch.randint(model.config.vocab_size, (count, PROMPT_LEN), generator=generator).tolist()
-    return [row[: PROMPT_LEN - STAGGER * index] for index, row in enumerate(ids)]
+    return [row[: PROMPT_LEN - STAGGER * (index % LENGTHS)] for index, row in enumerate(ids)]
 
 
 def _whole(decoder: Decoder | PackedDecoder, token_ids: Sequence[int]) -> Tensor:

@@ -53,7 +53,7 @@ class StepTimer:
     """Times a decode step of the first `num_layers` layers and the head, at several batch sizes."""
 
     def __init__(self, decoder: PackedDecoder, num_layers: int, batch_sizes: Sequence[int]):
-        self.decoder, self.num_layers = decoder, num_layers
+        self.decoder, self.num_layers = replace(decoder, layers=decoder.layers[:num_layers]), num_layers
         blocks = blocks_for(CONTEXT + STEPS)
         self._cases: list[tuple[DecodeState, list[KVLayer]]] = []
         for batch_size in batch_sizes:
@@ -70,14 +70,14 @@ class StepTimer:
     def launches(self) -> list[Launch]:
         """What a step launches, each kind once."""
         recorder = Recorder()
-        self._step(replace(self.decoder, launch_settings=recorder), *self._cases[0])
+        replace(self.decoder, launch_settings=recorder).decode_step(*self._cases[0])
         return list(dict.fromkeys(recorder.launches))
 
     def logits(self, settings: LaunchSettings) -> Tensor:
         """float32 [vocab_size] of a step at the first batch size."""
         state, cache = self._cases[0]
         _rewind(state)
-        self._step(replace(self.decoder, launch_settings=settings), state, cache)
+        replace(self.decoder, launch_settings=settings).decode_step(state, cache)
         return state.logits[0].clone()
 
     def microseconds(self, settings: LaunchSettings, repeats: int = 11) -> tuple[float, ...]:
@@ -86,7 +86,7 @@ class StepTimer:
         times = []
         for state, cache in self._cases:
             _rewind(state)
-            graph = capture(lambda: self._step(decoder, state, cache), decoder.device)  # noqa: B023
+            graph = capture(lambda: decoder.decode_step(state, cache), decoder.device)  # noqa: B023
             samples = []
             for _ in range(repeats):
                 _rewind(state)
@@ -99,12 +99,6 @@ class StepTimer:
                 samples.append(1e3 * start.elapsed_time(end) / STEPS)
             times.append(Percentiles.of(samples).p50)
         return tuple(times)
-
-    def _step(self, decoder: PackedDecoder, state: DecodeState, cache: list[KVLayer]) -> None:
-        decoder.embed_step(state)
-        for index in range(self.num_layers):
-            decoder.layer_step(state, index, cache[index])
-        decoder.head_step(state)
 
 
 def _rewind(state: DecodeState) -> None:

@@ -23,7 +23,7 @@ from ..kernels.project import project
 from ..kernels.project_rope import project_rope
 from ..kernels.segments import Segments
 from ..model.batch import KVLayer
-from ..model.packed_decoder import DecodeState, PackedDecoder
+from ..model.packed_decoder import GemvState, PackedDecoder
 from ..model.packing import PackedProjections
 from .variants import Variant
 
@@ -51,7 +51,7 @@ class FilledCache:
     decoder: PackedDecoder
     context_len: int
     room: int
-    state: DecodeState
+    state: GemvState
     kv_cache: list[KVLayer]
     latents: list[LatentHistory]
 
@@ -60,6 +60,7 @@ class FilledCache:
         """Room for `context_len` tokens, rounded up to whole blocks, and all of it filled."""
         blocks = blocks_for(context_len)
         state = decoder.decode_state(1, blocks, idle_block=0)
+        assert isinstance(state, GemvState)
         state.block_tables.copy_(torch.arange(blocks, dtype=torch.int32))
         kv_cache = allocate_kv_cache(decoder.config, blocks, decoder.dtype, decoder.device)
         generator = torch.Generator(decoder.device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Add a projection to the residual stream and norm the sum: what lies between two projections of prefill."""
+"""Add a projection to the residual stream and norm the sum: what lies between two GEMMs that leave and enter it."""
 
 from __future__ import annotations
 

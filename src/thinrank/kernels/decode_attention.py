@@ -18,17 +18,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..config import BLOCK_SIZE
 from .gemv import store_result
-
-HEAD_DIMS = (64, 96, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from .paged import LOG2_E, NO_WINDOW, check_paged_inputs, check_scale_and_window, check_shape
 
 #: SMs of an H100/H200. A constant, so that the order of summation is the same on every card.
 _NUM_SMS = 132
 
-#: Stands for "no limit" in the kernels: context_len - NO_WINDOW is never positive.
-NO_WINDOW = 2**31 - 1
-
-LOG2_E = 1.4426950408889634
+#: Workspaces for so many rows or fewer split a context alike: their rows are the same bit for bit.
+MAX_SAME_SPLITS_BATCH = 8
 
 
 class DecodeWorkspace(NamedTuple):
@@ -45,7 +41,8 @@ class DecodeWorkspace(NamedTuple):
 
 
 class DecodeConfig(NamedTuple):
-    """How the kernel is launched. It decides the order of summation, so it depends on the shape only.
+    """How the kernel is launched. It decides the order of summation, so it depends on the layer's shape and on the
+    batch that the workspace is for, never on a row.
 
     num_splits: programs that share one context, at most. tile: tokens a program loads at a time, a divisor of 64.
     num_stages: tiles in flight through shared memory (1: straight into registers).
@@ -57,20 +54,29 @@ class DecodeConfig(NamedTuple):
     num_stages: int
 
 
-def num_splits(heads: int, kv_heads: int) -> int:
-    """Into how many parts a context is split at most: enough to fill 132 SMs at batch 1, whatever the batch."""
+def num_splits(heads: int, kv_heads: int, batch: int = 1) -> int:
+    """Into how many parts a context is split at most.
+
+    Up to MAX_SAME_SPLITS_BATCH rows: enough to fill 132 SMs at batch 1, whatever the batch. Above: as many programs in
+    all as would fill them four times, so that long rows are shared and few programs have nothing to do.
+    """
     per_sm = 8 if heads == kv_heads else 2
-    return max(1, min(per_sm * _NUM_SMS // kv_heads, 32 if kv_heads > 2 else 64))
+    splits = per_sm * _NUM_SMS // kv_heads
+    if batch > MAX_SAME_SPLITS_BATCH:
+        splits = 4 * splits // batch
+    return max(1, min(splits, 32 if kv_heads > 2 else 64))
 
 
-def decode_config(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """The launch of a layer's shape; `dtype` is the caches'.
+def decode_config(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, batch: int = 1
+) -> DecodeConfig:
+    """The launch of a layer's shape; `dtype` is the caches', `batch` what the workspace is for.
 
     At short contexts a program is all latency, so a single head has one warp, which needs no barrier: 16 KiB in
     flight a program, 128 registers, 16 programs an SM. Grouped heads multiply on tensor cores; on an H200 a step of
     Llama-3-8B takes 3.17 ms at 512 tokens with tiles straight into registers, 3.9 ms with three in shared memory.
     """
-    splits = num_splits(heads, kv_heads)
+    splits = num_splits(heads, kv_heads, batch)
     wide = head_dim > 128
     if heads == kv_heads:
         return DecodeConfig(splits, 16 if wide or dtype == torch.float32 else 32, 1, 1)
@@ -87,12 +93,12 @@ def decode_attention_workspace(
 ) -> DecodeWorkspace:
     """Scratch for `decode_attention` of up to `batch` rows; its size does not depend on context lengths.
 
-    splits: of the config, where one is passed to `decode_attention`; None: `num_splits`.
+    splits: of the config, where one is passed to `decode_attention`; None: `num_splits` of the batch.
     Bytes: 4 * batch * heads * splits * (head_dim + 2) and a little; 0.25 MiB a row of a LLaMA-7B.
     Raises ValueError for a shape that the kernel does not take.
     """
-    _check_shape(heads, kv_heads, head_dim)
-    shape = (batch, kv_heads, splits or num_splits(heads, kv_heads), heads // kv_heads)
+    check_shape(heads, kv_heads, head_dim)
+    shape = (batch, kv_heads, splits or num_splits(heads, kv_heads, batch), heads // kv_heads)
     return DecodeWorkspace(
         torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
         torch.empty(*shape, 2, dtype=torch.float32, device=device),
@@ -126,7 +132,8 @@ def decode_attention(
     launch with programmatic dependent launch (compute capability 9.0 and later). config: for tuning; its num_splits
     must be the workspace's.
 
-    Returns out. A row's result depends on nothing but the row: it is the same bit for bit in any batch.
+    Returns out. A row's result depends on nothing but the row and the workspace's number of splits: it is the same bit
+    for bit in any batch that uses such a workspace.
     Rows of blocks beyond the context may hold anything, NaN included.
     Raises ValueError for a shape, dtype or stride that the kernel does not take. Lengths live on the device
     and are not checked: a context_len must fit its block table.
@@ -141,7 +148,7 @@ def decode_attention(
         raise ValueError(
             f"q has {batch} rows, block_tables {len(block_tables)} and context_lens {len(context_lens)}"
         )
-    config = config or decode_config(heads, kv_heads, head_dim, key_cache.dtype)
+    config = config or decode_config(heads, kv_heads, head_dim, key_cache.dtype, len(workspace.counters))
     group = heads // kv_heads
     expected = (kv_heads, config.num_splits, group, head_dim)
     if workspace.partials.shape[1:] != expected or len(workspace.counters) < batch:
@@ -190,69 +197,6 @@ def decode_attention(
         launch_pdl=pdl,
     )
     return out
-
-
-def check_paged_inputs(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor, out: Tensor
-) -> tuple[int, int, int]:
-    """What both attention kernels ask of their arguments; returns q's shape. Raises ValueError."""
-    if q.dim() != 3 or key_cache.dim() != 4:
-        raise ValueError(
-            f"q has {q.dim()} dimensions and the cache {key_cache.dim()}; "
-            "they are [tokens, heads, head_dim] and [blocks, kv_heads, 64, head_dim]"
-        )
-    tokens, heads, head_dim = q.shape
-    _, kv_heads, block_size, cache_head_dim = key_cache.shape
-    _check_shape(heads, kv_heads, head_dim)
-    if block_size != BLOCK_SIZE or cache_head_dim != head_dim:
-        raise ValueError(
-            f"blocks are {block_size} x {cache_head_dim}; {BLOCK_SIZE} tokens of head_dim {head_dim} expected"
-        )
-    if q.dtype not in DTYPES or key_cache.dtype not in DTYPES:
-        raise ValueError(
-            f"dtypes {q.dtype} and {key_cache.dtype}; bfloat16, float16 and float32 are supported"
-        )
-    if (key_cache.shape, key_cache.stride(), key_cache.dtype) != (
-        value_cache.shape,
-        value_cache.stride(),
-        value_cache.dtype,
-    ):
-        raise ValueError("key_cache and value_cache must have the same shape, strides and dtype")
-    if key_cache.stride()[2:] != (head_dim, 1):
-        raise ValueError("the tokens of a block's head must be contiguous")
-    if q.stride(2) != 1:
-        raise ValueError(f"the last stride of q is {q.stride(2)}; it must be 1")
-    if out.shape != (tokens, heads * head_dim) or out.dtype not in DTYPES or out.stride(1) != 1:
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; "
-            f"a float of {(tokens, heads * head_dim)} with last stride 1 expected"
-        )
-    for name, tensor, dim in (("block_tables", block_tables, 2), ("context_lens", context_lens, 1)):
-        if tensor.dtype != torch.int32 or tensor.dim() != dim or tensor.stride(-1) != 1:
-            raise ValueError(
-                f"{name} must be int32 with {dim} dimensions and last stride 1, not {tensor.dtype}"
-            )
-    devices = {tensor.device for tensor in (q, key_cache, value_cache, block_tables, context_lens, out)}
-    if len(devices) > 1:
-        raise ValueError(f"tensors are on several devices: {', '.join(sorted(map(str, devices)))}")
-    return tokens, heads, head_dim
-
-
-def check_scale_and_window(scale: float, window: int | None) -> None:
-    """Raises ValueError. The kernels multiply a maximum by `scale`, so it is positive."""
-    if not scale > 0:
-        raise ValueError(f"scale is {scale}; it must be above 0")
-    if window is not None and not 1 <= window <= NO_WINDOW:
-        raise ValueError(f"window is {window}; it must be at least 1, or None")
-
-
-def _check_shape(heads: int, kv_heads: int, head_dim: int) -> None:
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(
-            f"head_dim is {head_dim}; the attention kernels take {', '.join(map(str, HEAD_DIMS))}"
-        )
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} kv heads")
 
 
 # Device code.

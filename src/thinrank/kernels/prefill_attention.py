@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import BLOCK_SIZE
-from .decode_attention import LOG2_E, NO_WINDOW, check_paged_inputs, check_scale_and_window
+from .paged import LOG2_E, NO_WINDOW, check_paged_inputs, check_scale_and_window
 
 
 class PrefillConfig(NamedTuple):

@@ -74,6 +74,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def slots(positions: Tensor, block_tables: Tensor, block_size: int) -> Tensor:
+    """Where the token at positions[b] of sequence b goes: int64 [batch], block * block_size + row.
+
+    positions: int [batch]. block_tables: int [batch, blocks].
+    """
+    block = block_tables.long().gather(1, positions.long().unsqueeze(1) // block_size).squeeze(1)
+    return block * block_size + positions % block_size
+
+
 def write_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Store the keys and values of new tokens in their blocks, in place, rounded to the cache's dtype.
 

@@ -1,4 +1,4 @@
-"""Bias, q/k norm and RoPE on the outputs of q, k and v, and K/V into their blocks: one launch a layer of prefill."""
+"""Bias, q/k norm and RoPE on what q, k and v give, and K/V into their blocks: one launch between two GEMMs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def rope_write_kv(
 
     q: [tokens, heads * head_dim]; k, v: [tokens, kv_heads * head_dim]; any float dtype, each with a row stride of its
     own. bias: float32 [q_size + 2 * kv_size] or None. qk_norm: float32 [2, head_dim], read with eps, or None. rotation:
-    float32 [positions, 2, head_dim/2], cos and sin of every position. positions: int64 [tokens]. caches: [blocks,
-    kv_heads, block_size, head_dim] with equal strides, a block contiguous. slots: int64 [tokens]; slot s is row s %
-    block_size of block s // block_size. Without a cache all three are None. The arithmetic is float32.
+    float32 [positions, 2, head_dim/2], cos and sin of every position. positions: int64 or int32 [tokens]. caches:
+    [blocks, kv_heads, block_size, head_dim] with equal strides, a block contiguous. slots: int64 [tokens]; slot s is
+    row s % block_size of block s // block_size. Without a cache all three are None. The arithmetic is float32.
     """
     tokens, half = len(q), rotation.shape[2]
     heads, kv_heads = q.shape[1] // (2 * half), k.shape[1] // (2 * half)

@@ -65,13 +65,15 @@ class RowSampling(NamedTuple):
         seed: Sequence[int],
         stream: Sequence[int],
     ) -> None:
-        """Set the first rows; those behind them take the most likely token."""
+        """Set the first rows; those behind them take the most likely token. The host does not wait for the device."""
         rows = len(temperature)
         floats, integers = torch.zeros(self.floats.shape), torch.zeros(self.integers.shape, dtype=torch.int64)
         floats[:, :rows] = torch.tensor([temperature, top_p, min_p])
         integers[:, :rows] = torch.tensor([top_k, seed, stream])
-        self.floats.copy_(floats)
-        self.integers.copy_(integers)
+        if self.floats.is_cuda:
+            floats, integers = floats.pin_memory(), integers.pin_memory()
+        self.floats.copy_(floats, non_blocking=True)
+        self.integers.copy_(integers, non_blocking=True)
 
 
 class SampleWorkspace(NamedTuple):

@@ -1,4 +1,4 @@
-"""silu(gate) * up of the projections' outputs in prefill."""
+"""silu(gate) * up: what lies between the GEMMs of gate and up and that of down."""
 
 from __future__ import annotations
 

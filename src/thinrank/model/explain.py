@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..kernels.decode_attention import decode_config
 from ..kernels.prefill_attention import prefill_config
 from ..kernels.tuning import Launch, counted
-from .packed_decoder import PackedDecoder
+from .packed_decoder import DECODE_BATCH_SIZES, MAX_GEMV_ROWS, PackedDecoder
 from .packing import Matrix, PackedProjections
 
 
@@ -36,7 +36,7 @@ class LaunchGroup:
 
 
 def describe_step(decoder: PackedDecoder) -> tuple[LaunchGroup, ...]:
-    """A decode step, layers that launch the same in one group."""
+    """A decode step, layers that launch the same in one group; what is different in one of many rows comes last."""
     config = decoder.config
     vocabulary = f"{config.vocab_size} x {config.hidden_size}"
     layers: dict[tuple[LaunchDescription, ...], list[int]] = {}
@@ -56,6 +56,7 @@ def describe_step(decoder: PackedDecoder) -> tuple[LaunchGroup, ...]:
             for launches, indices in layers.items()
         ),
         LaunchGroup("head", (), head),
+        LaunchGroup(f"more than {MAX_GEMV_ROWS} rows", (), tuple(_describe_wide(decoder))),
     )
 
 
@@ -93,6 +94,13 @@ def _describe_layer(decoder: PackedDecoder, index: int) -> tuple[LaunchDescripti
     )
 
 
+def _describe_wide(decoder: PackedDecoder) -> Iterable[LaunchDescription]:
+    yield LaunchDescription("GEMMs", "projections, as in prefill")
+    for batch in DECODE_BATCH_SIZES:
+        if batch > MAX_GEMV_ROWS:
+            yield _attention(decoder, None, batch)
+
+
 def _latents(decoder: PackedDecoder, packed: PackedProjections) -> Iterable[LaunchDescription]:
     return [_gemv(decoder, "norm_project", packed.inputs)] if packed.inputs else []
 
@@ -114,11 +122,15 @@ def _gemv(
     return LaunchDescription(op, shape, str(settings.config(launch)), settings.origin(launch))
 
 
-def _attention(decoder: PackedDecoder, window: int | None) -> LaunchDescription:
+def _attention(decoder: PackedDecoder, window: int | None, batch: int = 1) -> LaunchDescription:
     config = decoder.config
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    chosen = decode_config(heads, kv_heads, head_dim, decoder.dtype)
-    shape = f"{heads} heads, {kv_heads} kv heads of {head_dim}" + (f", window {window}" if window else "")
+    chosen = decode_config(heads, kv_heads, head_dim, decoder.dtype, batch)
+    shape = f"{heads} heads, {kv_heads} kv heads of {head_dim}"
+    if window:
+        shape += f", window {window}"
+    if batch > 1:
+        shape += f", {batch} rows"
     settings = (
         f"{counted(chosen.num_warps, 'warp')}, {counted(chosen.num_splits, 'split')}, tiles of {chosen.tile}"
     )

@@ -1,4 +1,4 @@
-"""The decoder on a GPU: weights in one arena, a decode step of nine launches a layer, prefill as packed GEMMs.
+"""The decoder on a GPU: weights in one arena, a decode step of nine launches a layer, more rows as packed GEMMs.
 
 Same inputs and outputs as `Decoder`. Everything that changes from step to step lies in a `DecodeState`, in device
 memory at fixed addresses, so that one captured graph serves every step. Knows nothing about requests.
@@ -32,13 +32,19 @@ from ..kernels.settings_file import settings_for
 from ..kernels.tuning import MAX_SPLITS, GemvConfig, Launch, LaunchSettings
 from ..kernels.workspace import SplitWorkspace
 from .batch import ForwardBatch, KVLayer
+from .gemm_layers import GemmLayer, run_layers
+from .gemms import multiply_into
 from .layers import TensorSource
 from .packing import ALIGNMENT, ArenaBuilder, Matrix, PackedLayer, PackedProjections
-from .prefill import PrefillLayer, prefill
+from .prefill import prefill
 from .rope import RotaryEmbedding
+from .wide_step import SequenceRows
 
 #: Batch sizes that a decode step is built for; a smaller batch is padded to the next one.
-DECODE_BATCH_SIZES = (1, 2, 4, 8)
+DECODE_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+#: Up to so many rows are multiplied as vectors, more as matrices.
+MAX_GEMV_ROWS = 8
 
 #: Steps whose tokens stay readable while later steps run.
 HISTORY_SLOTS = 8
@@ -51,7 +57,7 @@ class DecodeState:
     token_ids: int64 [batch], the last token of each row; replaced by the next one. positions: int32 [batch], where
     it stands; context_lens: int32 [batch], positions + 1. block_tables: int32 [batch, blocks]. history: int64
     [HISTORY_SLOTS, batch]: the token at position p is also in slot p % HISTORY_SLOTS, -1 there if the logits were
-    undefined. logits: float32 [batch, vocab_size] of the last step. sampling: how each row chooses. The rest is
+    undefined. logits: float32 [batch, vocab_size] of the last step. sampling: how each row chooses. Workspaces are
     scratch.
     """
 
@@ -61,6 +67,16 @@ class DecodeState:
     block_tables: Tensor
     history: Tensor
     logits: Tensor
+    attention_workspace: DecodeWorkspace
+    greedy_workspace: tuple[Tensor, ...]
+    sampling: RowSampling
+    sample_workspace: SampleWorkspace
+
+
+@dataclass(frozen=True, eq=False)
+class GemvState(DecodeState):
+    """Of at most `MAX_GEMV_ROWS` rows, with what one launch of a step leaves to the next."""
+
     hidden: Tensor
     scaled: Tensor
     squares: Tensor
@@ -69,10 +85,6 @@ class DecodeState:
     attended: Tensor
     activated: Tensor
     splits: SplitWorkspace
-    attention_workspace: DecodeWorkspace
-    greedy_workspace: tuple[Tensor, ...]
-    sampling: RowSampling
-    sample_workspace: SampleWorkspace
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,13 +167,29 @@ class PackedDecoder:
     # Decode
 
     def decode_state(self, batch_size: int, max_blocks: int, idle_block: int) -> DecodeState:
-        """A state whose rows all stand at position 0 of `idle_block`. batch_size: 1, 2, 4 or 8."""
+        """A state whose rows all stand at position 0 of `idle_block`. batch_size: one of `DECODE_BATCH_SIZES`."""
         assert batch_size in DECODE_BATCH_SIZES
         config, device = self.config, self.device
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        state = DecodeState(
+            token_ids=torch.zeros(batch_size, dtype=torch.int64, device=device),
+            positions=torch.zeros(batch_size, dtype=torch.int32, device=device),
+            context_lens=torch.ones(batch_size, dtype=torch.int32, device=device),
+            block_tables=torch.full((batch_size, max_blocks), idle_block, dtype=torch.int32, device=device),
+            history=torch.zeros(HISTORY_SLOTS, batch_size, dtype=torch.int64, device=device),
+            logits=torch.zeros(batch_size, config.vocab_size, dtype=torch.float32, device=device),
+            attention_workspace=decode_attention_workspace(batch_size, heads, kv_heads, head_dim, device),
+            greedy_workspace=greedy_workspace(batch_size, config.vocab_size, device),
+            sampling=RowSampling.allocate(batch_size, device),
+            sample_workspace=SampleWorkspace.allocate(batch_size, config.vocab_size, device),
+        )
+        return self._with_scratch(state) if batch_size <= MAX_GEMV_ROWS else state
 
-        def vector(width: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(batch_size, width, dtype=dtype, device=device)
+    def _with_scratch(self, state: DecodeState) -> GemvState:
+        config, device, batch_size = self.config, self.device, len(state.token_ids)
+
+        def vector(width: int) -> Tensor:
+            return torch.zeros(batch_size, width, dtype=torch.float32, device=device)
 
         def parts(width: int) -> Tensor:
             return torch.zeros(batch_size, 2, width, dtype=self.dtype, device=device)
@@ -171,50 +199,58 @@ class PackedDecoder:
             for layer in self.layers
             for packed in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
-        return DecodeState(
-            token_ids=torch.zeros(batch_size, dtype=torch.int64, device=device),
-            positions=torch.zeros(batch_size, dtype=torch.int32, device=device),
-            context_lens=torch.ones(batch_size, dtype=torch.int32, device=device),
-            block_tables=torch.full((batch_size, max_blocks), idle_block, dtype=torch.int32, device=device),
-            history=torch.zeros(HISTORY_SLOTS, batch_size, dtype=torch.int64, device=device),
-            logits=vector(config.vocab_size, torch.float32),
-            hidden=vector(config.hidden_size, torch.float32),
+        attention_width = config.num_attention_heads * config.head_dim
+        return GemvState(
+            **vars(state),
+            hidden=vector(config.hidden_size),
             scaled=parts(config.hidden_size),
-            squares=vector(config.hidden_size // SQUARES_GROUP, torch.float32),
+            squares=vector(config.hidden_size // SQUARES_GROUP),
             latents=parts(max(latent_width, ALIGNMENT)),
-            queries=vector(heads * head_dim, torch.float32),
-            attended=parts(heads * head_dim),
+            queries=vector(attention_width),
+            attended=parts(attention_width),
             activated=parts(config.intermediate_size),
             splits=SplitWorkspace.allocate(
                 max(config.vocab_size, config.hidden_size, config.intermediate_size, latent_width),
                 MAX_SPLITS,
                 device,
             ),
-            attention_workspace=decode_attention_workspace(batch_size, heads, kv_heads, head_dim, device),
-            greedy_workspace=greedy_workspace(batch_size, config.vocab_size, device),
-            sampling=RowSampling.allocate(batch_size, device),
-            sample_workspace=SampleWorkspace.allocate(batch_size, config.vocab_size, device),
         )
 
     def decode_step(self, state: DecodeState, kv_cache: Sequence[KVLayer]) -> None:
         """Advance every row of the state by one token, the most likely one; logits stay in the state.
 
-        Reads and writes device memory only, allocates nothing, and launches the same kernels every time.
+        Reads and writes device memory only and launches the same kernels every time. What it allocates above
+        `MAX_GEMV_ROWS` rows, a graph can hold.
         """
         assert len(kv_cache) == len(self.layers)
-        self.embed_step(state)
-        for index, cache in enumerate(kv_cache):
-            self.layer_step(state, index, cache)
-        self.head_step(state)
+        if isinstance(state, GemvState):
+            self.embed_step(state)
+            for index, cache in enumerate(kv_cache):
+                self.layer_step(state, index, cache)
+            self.head_step(state)
+        else:
+            self._wide_step(state, kv_cache)
 
-    def embed_step(self, state: DecodeState) -> None:
+    def _wide_step(self, state: DecodeState, kv_cache: Sequence[KVLayer]) -> None:
+        """`decode_step` of rows that are multiplied as matrices, as those of a prompt are."""
+        rows = SequenceRows.of(
+            state.positions, state.context_lens, state.block_tables, state.attention_workspace, self.pdl
+        )
+        hidden = F.embedding(state.token_ids, self.embed_tokens).float()
+        projection, bias = run_layers(
+            self.config, self._gemm_layers, self.rotation, hidden, rows, kv_cache, self.dtype
+        )
+        self._logits(hidden, projection, bias, state.logits)
+        self._choose(state)
+
+    def embed_step(self, state: GemvState) -> None:
         """Begin the residual stream with the last token of each row."""
         embed(
             state.token_ids, self.embed_tokens, self.layers[0].input_layernorm,
             state.hidden, state.scaled, state.squares, pdl=self.pdl,
         )  # fmt: skip
 
-    def layer_step(self, state: DecodeState, index: int, cache: KVLayer) -> None:
+    def layer_step(self, state: GemvState, index: int, cache: KVLayer) -> None:
         """One decoder layer."""
         self.qkv_step(state, index, cache)
         self.attention_step(state, index, cache)
@@ -222,7 +258,7 @@ class PackedDecoder:
         self.gate_up_step(state, index)
         self.down_step(state, index)
 
-    def qkv_step(self, state: DecodeState, index: int, cache: KVLayer) -> None:
+    def qkv_step(self, state: GemvState, index: int, cache: KVLayer) -> None:
         """Queries of the token into the state, its key and value into the cache."""
         layer = self.layers[index]
         self._latents(state, layer.qkv)
@@ -234,7 +270,7 @@ class PackedDecoder:
             config=self.settings(layer.rope_op, sum(segments.rows), max(segments.widths)), pdl=self.pdl,
         )  # fmt: skip
 
-    def attention_step(self, state: DecodeState, index: int, cache: KVLayer) -> None:
+    def attention_step(self, state: GemvState, index: int, cache: KVLayer) -> None:
         """Attention of the queries over the cache."""
         config = self.config
         decode_attention(
@@ -244,12 +280,12 @@ class PackedDecoder:
             pdl=self.pdl,
         )  # fmt: skip
 
-    def output_step(self, state: DecodeState, index: int) -> None:
+    def output_step(self, state: GemvState, index: int) -> None:
         """Add what attention gave to the residual stream."""
         layer = self.layers[index]
         self._add(state, layer.o, state.attended, layer.post_attention_layernorm)
 
-    def gate_up_step(self, state: DecodeState, index: int) -> None:
+    def gate_up_step(self, state: GemvState, index: int) -> None:
         """The MLP's inner vector into the state."""
         layer = self.layers[index]
         self._latents(state, layer.gate_up)
@@ -261,19 +297,22 @@ class PackedDecoder:
             pdl=self.pdl,
         )  # fmt: skip
 
-    def down_step(self, state: DecodeState, index: int) -> None:
+    def down_step(self, state: GemvState, index: int) -> None:
         """Add what the MLP gave to the residual stream; the next norm is the next layer's or the last one."""
         last = index + 1 == len(self.layers)
         next_norm = self.norm if last else self.layers[index + 1].input_layernorm
         self._add(state, self.layers[index].down, state.activated, next_norm)
 
-    def head_step(self, state: DecodeState) -> None:
+    def head_step(self, state: GemvState) -> None:
         """Logits, the most likely token, and the state advanced to it."""
         head = Segments.of([(self.lm_head.offset, self.lm_head.rows, self.lm_head.width, 0, 0)])
         norm_project(
             state.scaled, state.squares, self.config.rms_norm_eps, self.arena, head, state.logits, state.splits,
             config=self.settings("norm_project", self.lm_head.rows, self.lm_head.width), pdl=self.pdl,
         )  # fmt: skip
+        self._choose(state)
+
+    def _choose(self, state: DecodeState) -> None:
         greedy(
             state.logits, state.token_ids, state.positions, state.context_lens, state.history,
             state.greedy_workspace, pdl=self.pdl,
@@ -290,7 +329,7 @@ class PackedDecoder:
         """Launch settings of an op for a matrix of `rows` x `width`, whatever the batch."""
         return self.launch_settings.config(Launch(op, rows, width))
 
-    def _latents(self, state: DecodeState, packed: PackedProjections) -> None:
+    def _latents(self, state: GemvState, packed: PackedProjections) -> None:
         """The first step of projections that read the normed residual stream; nothing if all are dense."""
         if packed.factor_in is None:
             return
@@ -300,7 +339,7 @@ class PackedDecoder:
             state.splits, config=self.settings("norm_project", rows, self.config.hidden_size), pdl=self.pdl,
         )  # fmt: skip
 
-    def _add(self, state: DecodeState, packed: PackedProjections, x: Tensor, next_norm: Tensor) -> None:
+    def _add(self, state: GemvState, packed: PackedProjections, x: Tensor, next_norm: Tensor) -> None:
         """Add one projection of x to the residual stream."""
         if packed.inputs:
             matrix = packed.inputs[0]
@@ -331,18 +370,24 @@ class PackedDecoder:
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[KVLayer] | None = None) -> Tensor:
         """The residual stream after the last layer: float32 [tokens, hidden_size]."""
         hidden = F.embedding(batch.token_ids, self.embed_tokens).float()
-        prefill(self.config, self._prefill_layers, self.rotation, hidden, batch, kv_cache, self.dtype)
+        prefill(self.config, self._gemm_layers, self.rotation, hidden, batch, kv_cache, self.dtype)
         return hidden
 
     def head(self, hidden: Tensor) -> Tensor:
         """The final norm and `lm_head`: float32 [rows, hidden_size] -> float32 logits [rows, vocab_size]."""
+        logits = torch.empty(len(hidden), self.config.vocab_size, dtype=torch.float32, device=self.device)
+        self._logits(hidden, None, None, logits)
+        return logits
+
+    def _logits(self, hidden: Tensor, projection: Tensor | None, bias: Tensor | None, logits: Tensor) -> None:
+        """The head of `hidden` plus what it still lacks (`run_layers`), into `logits`."""
         normed = torch.empty(hidden.shape, dtype=self.dtype, device=self.device)
-        add_rms_norm(hidden, None, None, self.norm, self.config.rms_norm_eps, normed)
-        return F.linear(normed, self.lm_head.view(self.arena)).float()
+        add_rms_norm(hidden, projection, bias, self.norm, self.config.rms_norm_eps, normed)
+        multiply_into(logits, normed, self.lm_head.view(self.arena).t())
 
     @cached_property
-    def _prefill_layers(self) -> tuple[PrefillLayer, ...]:
-        return tuple(PrefillLayer.of(layer, self.arena) for layer in self.layers)
+    def _gemm_layers(self) -> tuple[GemmLayer, ...]:
+        return tuple(GemmLayer.of(layer, self.arena) for layer in self.layers)
 
 
 def _check_sizes(config: ModelConfig) -> None:
