@@ -56,7 +56,7 @@ def build(keep_ratio: float) -> tuple[LlamaForCausalLM, Engine]:
         tensors[f"{module}.factor_out.weight"] = factor_out.weight.data
     tensors |= {name: tensor for name, tensor in theirs.state_dict().items() if name not in tensors}
     decoder = Decoder.build(parse_config(SHAPE.to_dict(), ranks=ranks), tensors.__getitem__)
-    return theirs, Engine(decoder, EngineConfig())
+    return theirs, Engine(decoder, EngineConfig(enable_prefix_caching=False))
 
 
 def generate_ours(engine: Engine, prompt: list[int], tokens: int) -> list[int]:

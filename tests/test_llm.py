@@ -140,6 +140,54 @@ def test_logprobs(llm: LLM) -> None:
     assert output.cumulative_logprob == pytest.approx(float(expected), abs=1e-3)
 
 
+def test_prompt_logprobs(llm: LLM) -> None:
+    params = replace(GREEDY, prompt_logprobs=2)
+    output = llm.generate("The quick", params, use_tqdm=False)[0]
+    ids = output.prompt_token_ids
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(ids)
+    first, *others = output.prompt_logprobs
+    assert first is None
+    expected = llm.logits(ids).log_softmax(-1)
+    for token_id, row, entry in zip(ids[1:], expected, others, strict=False):
+        assert entry is not None and len(entry) in (2, 3)
+        assert entry[token_id].logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+        assert entry[token_id].decoded_token == llm.tokenizer.decode([token_id], skip_special_tokens=False)
+    chunks = list(llm.stream("The quick", params))
+    assert chunks[0].prompt_logprobs == output.prompt_logprobs
+    assert all(chunk.prompt_logprobs is None for chunk in chunks[1:])
+    assert llm.generate("The quick", GREEDY, use_tqdm=False)[0].prompt_logprobs is None
+
+
+def test_cached_tokens_and_times(bare: LLM) -> None:
+    ids = random_ids(150, 5)
+    outputs = [
+        bare.generate({"prompt_token_ids": ids, "cache_salt": salt}, GREEDY, use_tqdm=False)[0]
+        for salt in ("a", "a", "b")
+    ]
+    assert [output.num_cached_tokens for output in outputs] == [0, 128, 0]
+    assert outputs[0].outputs == outputs[1].outputs == outputs[2].outputs
+    metrics = outputs[0].outputs[0].metrics
+    assert metrics is not None and metrics.first_token is not None and metrics.finished is not None
+    assert metrics.arrival < metrics.first_token < metrics.finished
+    stats = bare.engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0) and stats.prefix_cache_hits >= 128
+
+
+def test_options_of_the_engine(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    llm = LLM(
+        folder,
+        device="cpu",
+        enable_prefix_caching=False,
+        batch_invariant=True,
+        max_num_prefill_tokens_while_decoding=7,
+    )
+    assert llm.engine.prefix_cache is None and llm.engine.runner.max_rows == 1
+    assert llm.engine.scheduler.config.max_num_prefill_tokens_while_decoding == 7
+    with pytest.raises(OptionError, match="max_num_prefill_tokens_while_decoding is 0"):
+        LLM(folder, device="cpu", max_num_prefill_tokens_while_decoding=0)
+
+
 def test_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "fox"}]
     output = llm.chat(messages, GREEDY, use_tqdm=False)[0]

@@ -123,17 +123,31 @@ class EngineConfig:
     kv_cache_memory: bytes for keys and values; None: enough for `max_num_seqs` sequences of
     `max_model_len` tokens, at most 1 GiB.
     max_model_len: prompt and output together; None: what the model was trained for.
-    max_num_seqs: sequences that decode together.
-    max_num_batched_tokens: tokens of one prefill chunk.
+    max_num_seqs: sequences that run, so hold blocks, at a time.
+    max_num_batched_tokens: prompt tokens that a step processes when no sequence decodes.
+    max_num_prefill_tokens_while_decoding: prompt tokens that a step processes beside sequences that decode, each of
+    which waits for them: the bound on the gap between two tokens of a stream.
+    enable_prefix_caching: keep the blocks of prompts and outputs, and share them between requests that begin alike.
+    batch_invariant: decode so that a greedy token does not depend on how many sequences decode beside it: at most 8
+    rows at a time on a GPU, one on a CPU.
     """
 
     kv_cache_memory: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    max_num_prefill_tokens_while_decoding: int = 512
+    enable_prefix_caching: bool = True
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("kv_cache_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            "kv_cache_memory",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_num_prefill_tokens_while_decoding",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name} is {value}", "it must be at least 1")
@@ -147,7 +161,9 @@ class SamplingParams:
     samples; None draws a fresh one. stop: strings that end the text (not returned unless
     `include_stop_str_in_output`). stop_token_ids: further ids that end it, beside the model's own EOS
     ids, which `ignore_eos` switches off. Repetition penalty counts the prompt and the output, presence
-    and frequency penalties the output only. logprobs: how many alternatives to report per token.
+    and frequency penalties the output only. logit_bias: token id -> what is added to its logit, -100 to 100.
+    min_tokens: no EOS, stop token or stop string before. logprobs: how many alternatives to report per token;
+    prompt_logprobs: the same for every token of the prompt but the first.
 
     Raises OptionError for a value out of range.
     """
@@ -167,6 +183,8 @@ class SamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -174,6 +192,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         _require("n", self.n, self.n >= 1, "at least 1")
         _require("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "-2 to 2")
         _require("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "-2 to 2")
@@ -186,7 +205,10 @@ class SamplingParams:
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens")
-        _require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            _require(name, count, count is None or 0 <= count <= 20, "0 to 20")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _require(f"logit_bias of token {token_id}", bias, -100 <= bias <= 100, "-100 to 100")
         if self.seed is not None:
             _require("seed", self.seed, -(2**63) <= self.seed < 2**64, "a 64-bit integer")
         if any(not text for text in stop):

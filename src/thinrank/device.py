@@ -1,11 +1,13 @@
-"""Facts about the machine. The only module that may read environment variables."""
+"""Facts about the machine, and how numbers get onto it. The only module that may read environment variables."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .errors import OptionError
 
@@ -57,3 +59,9 @@ def device_memory(device: torch.device) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(device)
         return free, total
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), physical_memory()
+
+
+def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of (nested lists of) numbers on a device. The host does not wait for what the device is doing."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,18 @@ from .model.registry import token_ids as parse_token_ids
 from .outputs import CompletionChunk, Continuation, RequestOutput, RunningRequest
 from .text import Messages, Tokenizer, has_tokenizer
 
-#: A text, token ids, or a mapping with "prompt_token_ids" or "prompt".
+#: A text, token ids, or a mapping with "prompt_token_ids" or "prompt", and "cache_salt" if it has one.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 #: Closing it aborts the request.
 Chunks = Generator[CompletionChunk, None, None]
-#: The text of a prompt, if it has one, and its token ids.
-Encoded = tuple[str | None, list[int]]
+
+
+class Encoded(NamedTuple):
+    """A prompt as the engine takes it. text: None if it came as token ids. cache_salt: as in `Engine.add`."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str = ""
 
 
 class LLM:
@@ -50,12 +56,23 @@ class LLM:
         kv_cache_memory: int | None = EngineConfig.kv_cache_memory,
         max_num_seqs: int = EngineConfig.max_num_seqs,
         max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
+        max_num_prefill_tokens_while_decoding: int = EngineConfig.max_num_prefill_tokens_while_decoding,
+        enable_prefix_caching: bool = EngineConfig.enable_prefix_caching,
+        batch_invariant: bool = EngineConfig.batch_invariant,
     ):
-        engine_config = EngineConfig(kv_cache_memory, max_model_len, max_num_seqs, max_num_batched_tokens)
+        engine_config = EngineConfig(
+            kv_cache_memory=kv_cache_memory,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_prefill_tokens_while_decoding=max_num_prefill_tokens_while_decoding,
+            enable_prefix_caching=enable_prefix_caching,
+            batch_invariant=batch_invariant,
+        )
         checkpoint = load_model(model, device, dtype)
         self.config = checkpoint.config
         self.engine = Engine(checkpoint.decoder, engine_config)
-        self._generation_config = checkpoint.generation_config
+        self.generation_config = checkpoint.generation_config
         self._tokenizer_path = Path(checkpoint.path if tokenizer is None else tokenizer)
         self._tokenizer_is_named = tokenizer is not None
         self._running: dict[str, RunningRequest] = {}
@@ -68,7 +85,7 @@ class LLM:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """Every id that the config, the generation config or the tokenizer calls EOS."""
-        ids = {*self.config.eos_token_ids, *parse_token_ids(self._generation_config.get("eos_token_id"))}
+        ids = {*self.config.eos_token_ids, *parse_token_ids(self.generation_config.get("eos_token_id"))}
         tokenizer = self._optional_tokenizer()
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             ids.add(tokenizer.eos_token_id)
@@ -82,7 +99,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt; results in the order of the prompts.
 
-        prompts: one or several of: a text, token ids, {"prompt_token_ids": ids}, {"prompt": text}.
+        prompts: one or several of: a text, token ids, {"prompt_token_ids": ids}, {"prompt": text}; a mapping may
+        have a "cache_salt" as well, and shares cached blocks with prompts of the same salt only.
         sampling_params: one for all, or one a prompt; None: the defaults of `SamplingParams`.
         Raises RequestError for a prompt that cannot be served, before any is started.
         """
@@ -154,8 +172,8 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _params_per_prompt(sampling_params, len(prompts))
-        for (_, token_ids), each in zip(prompts, params, strict=True):
-            self._check(token_ids, each)
+        for prompt, each in zip(prompts, params, strict=True):
+            self._check(prompt.token_ids, each)
         requests = [self._start(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
         try:
             with tqdm(total=len(requests), desc="Prompts", disable=not use_tqdm) as progress:
@@ -170,7 +188,7 @@ class LLM:
         return [request.output() for request in requests]
 
     def _stream(self, prompt: Encoded, params: SamplingParams) -> Chunks:
-        self._check(prompt[1], params)
+        self._check(prompt.token_ids, params)
 
         def chunks() -> Chunks:
             request = self._start(prompt, params)
@@ -186,8 +204,8 @@ class LLM:
         return chunks()
 
     def _start(self, prompt: Encoded, params: SamplingParams) -> RunningRequest:
-        text, token_ids = prompt
-        request_id = self.engine.add(token_ids, params, self.eos_token_ids)
+        text, token_ids, cache_salt = prompt
+        request_id = self.engine.add(token_ids, params, self.eos_token_ids, cache_salt=cache_salt)
         tokenizer = self._optional_tokenizer()
         request = RunningRequest(
             request_id,
@@ -224,19 +242,20 @@ class LLM:
     def _encode(self, prompt: Prompt) -> Encoded:
         if isinstance(prompt, Mapping):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            return self._encode(text or "") if token_ids is None else (text, list(token_ids))
+            token_ids = self.tokenizer.encode(text or "") if token_ids is None else list(token_ids)
+            return Encoded(text, token_ids, prompt.get("cache_salt", ""))
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            return Encoded(prompt, self.tokenizer.encode(prompt))
         if not all(isinstance(token_id, int) for token_id in prompt):
             raise RequestError(
                 f"a prompt is a {type(prompt).__name__} of something else than token ids",
                 "pass a text, a list of integers, or {'prompt_token_ids': [...]}",
             )
-        return None, list(prompt)
+        return Encoded(None, list(prompt))
 
     def _encode_chat(self, messages: Messages, options: Mapping[str, Any]) -> Encoded:
         text = self.tokenizer.render_chat(messages, **options)
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+        return Encoded(text, self.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _as_list(prompts: Any) -> list[Any]:

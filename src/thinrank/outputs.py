@@ -9,7 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from .config import SamplingParams
-from .engine.sequence import TokenOutput
+from .engine.logprobs import TokenLogprob
+from .engine.sequence import SequenceMetrics, TokenOutput
 from .text import Detokenizer, StopMatcher, Tokenizer
 
 
@@ -42,23 +43,32 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    metrics: SequenceMetrics | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its continuations. prompt: None when it came as token ids."""
+    """A prompt and its continuations. prompt: None when it came as token ids.
+
+    prompt_logprobs: as `CompletionOutput.logprobs`, one entry a prompt token, None for the first, which nothing
+    predicts; None unless asked for. num_cached_tokens: prompt tokens that the prefix cache had.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
 class CompletionChunk:
     """What one step added to one continuation. text may be "" while a character or a possible stop string is
-    incomplete; all texts of an index joined are `CompletionOutput.text`. The last one has a finish_reason."""
+    incomplete; all texts of an index joined are `CompletionOutput.text`. The last one has a finish_reason.
+
+    prompt_logprobs: as in `RequestOutput`, in the first chunk of index 0."""
 
     request_id: str
     index: int
@@ -67,6 +77,8 @@ class CompletionChunk:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: SequenceMetrics | None = field(default=None, compare=False, repr=False)
 
 
 class Continuation:
@@ -90,6 +102,8 @@ class Continuation:
         self._matcher = StopMatcher(tuple(params.stop or ()), params.include_stop_str_in_output)
         self._chunks: list[CompletionChunk] = []
         self.finish_reason: str | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.metrics: SequenceMetrics | None = None
 
     def push(self, token: TokenOutput) -> CompletionChunk:
         """Add a token. `finish_reason` of the result is "stop" when it completes a stop string, in which case
@@ -100,11 +114,17 @@ class Continuation:
             self._index,
             text,
             [token.token_id],
-            self._logprobs(token),
+            None if token.logprobs is None else [self._by_token_id(token.logprobs)],
             "stop" if stop else token.finish_reason,
             stop or token.stop_reason,
+            None
+            if token.prompt_logprobs is None
+            else [None if each is None else self._by_token_id(each) for each in token.prompt_logprobs],
+            token.metrics,
         )
         self._chunks.append(chunk)
+        self.prompt_logprobs = self.prompt_logprobs or chunk.prompt_logprobs
+        self.metrics = token.metrics
         self.finish_reason = chunk.finish_reason
         return chunk
 
@@ -125,6 +145,7 @@ class Continuation:
             logprobs,
             self.finish_reason,
             self._chunks[-1].stop_reason if self._chunks else None,
+            self.metrics,
         )
 
     def _text(self, token: TokenOutput) -> tuple[str, str | None]:
@@ -143,20 +164,16 @@ class Continuation:
             text += self._matcher.flush()
         return text, stop
 
-    def _logprobs(self, token: TokenOutput) -> list[dict[int, Logprob]] | None:
-        if token.logprobs is None:
-            return None
+    def _by_token_id(self, entries: tuple[TokenLogprob, ...]) -> dict[int, Logprob]:
         decode = self._tokenizer and self._tokenizer.decode
-        return [
-            {
-                entry.token_id: Logprob(
-                    entry.logprob,
-                    entry.rank,
-                    decode([entry.token_id], skip_special_tokens=False) if decode else None,
-                )
-                for entry in token.logprobs
-            }
-        ]
+        return {
+            entry.token_id: Logprob(
+                entry.logprob,
+                entry.rank,
+                decode([entry.token_id], skip_special_tokens=False) if decode else None,
+            )
+            for entry in entries
+        }
 
 
 @dataclass(eq=False)
@@ -174,10 +191,13 @@ class RunningRequest:
         return all(continuation.finish_reason for continuation in self.continuations)
 
     def output(self) -> RequestOutput:
+        metrics = self.continuations[0].metrics
         return RequestOutput(
             self.request_id,
             self.prompt,
             self.prompt_token_ids,
             [continuation.output() for continuation in self.continuations],
             self.finished,
+            self.continuations[0].prompt_logprobs,
+            0 if metrics is None else metrics.num_cached_tokens,
         )

@@ -176,6 +176,39 @@ def test_impossible_requests(prompt: list[int], max_tokens: int, message: str) -
     assert not engine.has_unfinished
 
 
+def test_a_bias_outside_the_vocabulary() -> None:
+    with pytest.raises(RequestError, match=f"logit_bias names token id {VOCAB}"):
+        Engine(tiny()).add([3], greedy(logit_bias={5: 1, VOCAB: 1}))
+
+
+def test_every_sequence_has_a_grammar_of_its_own() -> None:
+    class Counted:
+        """Token 10, then 11, then the end."""
+
+        def __init__(self) -> None:
+            self.next = 10
+
+        @property
+        def finished(self) -> bool:
+            return self.next == 12
+
+        def fill_mask(self, mask: torch.Tensor) -> None:
+            mask[0] = 1 << self.next
+
+        def accept(self, token_id: int) -> None:
+            assert token_id == self.next
+            self.next += 1
+
+    engine = Engine(tiny())
+    request = engine.add(random_ids(9), SamplingParams(n=2, max_tokens=9), constraint=Counted)
+    plain = engine.add(random_ids(9), greedy(4))
+    outputs = drain(engine)
+    for index in range(2):
+        assert [o.token_id for o in outputs[request, index]] == [10, 11]
+        assert [o.finish_reason for o in outputs[request, index]] == [None, "stop"]
+    assert [o.token_id for o in outputs[plain, 0]] == run(Engine(tiny()), (random_ids(9), greedy(4)))[0]
+
+
 def test_max_model_len_beyond_the_model() -> None:
     with pytest.raises(OptionError, match="trained for 512"):
         Engine(tiny(), EngineConfig(max_model_len=513))

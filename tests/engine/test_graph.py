@@ -12,9 +12,11 @@ pytest.importorskip("triton")
 
 from thinrank.bench.timing import count_launches
 from thinrank.config import EngineConfig, SamplingParams
-from thinrank.engine.engine import Engine, build_batch
+from thinrank.engine.decode_graphs import DecodeGraphs
+from thinrank.engine.engine import Engine
 from thinrank.engine.graph import DecodeGraph
 from thinrank.engine.kv_cache import allocate_kv_cache, blocks_for
+from thinrank.engine.runner import build_batch
 from thinrank.engine.sampler import sample
 from thinrank.engine.scheduler import Scheduled
 from thinrank.engine.sequence import Sequence
@@ -98,9 +100,10 @@ class Rows:
             self.decoder.hidden(batch, self.cache)
             sequence.num_computed = len(sequence.token_ids) - 1
 
-    def graph(self, size: int) -> DecodeGraph:
-        state = self.decoder.decode_state(size, self.width, self.idle)
-        return DecodeGraph(self.decoder, self.cache, state, self.idle)
+    def graphs(self, size: int) -> DecodeGraphs:
+        """One graph; `state` is what it works on."""
+        self.state = self.decoder.decode_state(size, self.width, self.idle)
+        return DecodeGraphs([DecodeGraph(self.decoder, self.cache, self.state, self.idle)])
 
     def append(self, token_ids: list[int]) -> None:
         for sequence, token_id in zip(self.sequences, token_ids, strict=True):
@@ -152,10 +155,10 @@ def test_sampled_tokens_are_those_of_the_torch_sampler() -> None:
     _, packed = models()
     prompts = [prompt(58 + row, row) for row in range(len(SETTINGS))]
     made = rows(packed, prompts, SETTINGS)
-    graph = made.graph(8)
+    graphs = made.graphs(8)
     for _ in range(12):
-        token_ids = graph.step(made.sequences, ahead=False)
-        assert token_ids == sample(graph.state.logits.clone(), made.sequences)[0]
+        token_ids = graphs.step(made.sequences)
+        assert token_ids == sample(made.state.logits.clone(), made.sequences)[0]
         made.append(token_ids)
 
 
@@ -167,32 +170,35 @@ def test_running_ahead_changes_nothing(count: int) -> None:
     answers = []
     for ahead in (False, True):
         made = rows(packed, prompts, SETTINGS[:count])
-        graph = made.graph(next(size for size in (1, 4, 8) if size >= count))
+        graphs = made.graphs(next(size for size in (1, 4, 8) if size >= count))
         for _ in range(12):
-            made.append(graph.step(made.sequences, ahead=ahead))
+            made.append(graphs.step(made.sequences, made.sequences if ahead else ()))
         answers.append([sequence.token_ids for sequence in made.sequences])
     assert answers[0] == answers[1]
 
 
 @torch.inference_mode()
-def test_a_row_that_leaves_and_one_that_comes() -> None:
-    """What was launched ahead for the old rows is forgotten, and the new row's settings are taken."""
+@pytest.mark.parametrize("told", [False, True], ids=["forgotten", "told"])
+def test_a_row_that_leaves_and_one_that_comes(told: bool) -> None:
+    """Settings are those of the row that is there. What was launched ahead for other rows is forgotten; if the step
+    ahead was told who comes, no step is launched twice, and a row that stays keeps its token on the device."""
     _, packed = models()
     prompts = [prompt(50 + row, row) for row in range(3)]
     settings = [SETTINGS[2], SETTINGS[1], SETTINGS[3]]
     apart = []
     for index in range(3):
         made = rows(packed, prompts, settings)
-        graph, made.sequences = made.graph(2), made.sequences[index : index + 1]
+        graphs, made.sequences = made.graphs(2), made.sequences[index : index + 1]
         for _ in range(8):
-            made.append(graph.step(made.sequences, ahead=False))
+            made.append(graphs.step(made.sequences))
         apart.append(made.sequences[0].token_ids)
     made = rows(packed, prompts, settings)
-    graph, everyone = made.graph(2), made.sequences
-    for present, steps in (([0, 1], 4), ([1, 2], 4), ([2, 0], 4)):
+    graphs, everyone = made.graphs(2), made.sequences
+    plan = [[0, 1]] * 4 + [[1, 2]] * 4 + [[2, 0]] * 4
+    for present, after in zip(plan, [*plan[1:], []], strict=True):
         made.sequences = [everyone[row] for row in present]
-        for _ in range(steps):
-            made.append(graph.step(made.sequences, ahead=True))
+        following = [everyone[row] for row in after]
+        made.append(graphs.step(made.sequences, following if told else made.sequences))
     assert [sequence.token_ids for sequence in everyone] == apart
 
 
@@ -212,7 +218,7 @@ def test_graph_eager_and_plain_agree_around_every_boundary(heads: int, kv_heads:
     for start in range(0, len(lengths), size):
         prompts = [prompt(length) for length in lengths[start : start + size]]
         made, alike = (rows(packed, prompts, [{"temperature": 0}] * len(prompts)) for _ in range(2))
-        graph, state = made.graph(size), packed.decode_state(size, alike.width, alike.idle)
+        graphs, state = made.graphs(size), packed.decode_state(size, alike.width, alike.idle)
         state.token_ids[: len(prompts)].copy_(torch.tensor([ids[-1] for ids in prompts]))
         state.positions[: len(prompts)].copy_(torch.tensor([len(ids) - 1 for ids in prompts]))
         state.context_lens.copy_(state.positions + 1)
@@ -221,9 +227,9 @@ def test_graph_eager_and_plain_agree_around_every_boundary(heads: int, kv_heads:
             state.block_tables[row, : len(table)].copy_(table)
         logits = []
         for _ in range(5):
-            token_ids = graph.step(made.sequences, ahead=False)
+            token_ids = graphs.step(made.sequences)
             packed.decode_step(state, alike.cache)
-            assert torch.equal(graph.state.logits[: len(prompts)], state.logits[: len(prompts)])
+            assert torch.equal(made.state.logits[: len(prompts)], state.logits[: len(prompts)])
             assert state.token_ids[: len(prompts)].tolist() == token_ids
             logits.append(state.logits[: len(prompts)].clone())
             made.append(token_ids)
@@ -304,6 +310,144 @@ def test_launches_per_token(settings: dict[str, Any], graphs: int, count: int) -
         engine.step()
     launches = count_launches(lambda: [engine.step() for _ in range(6)], DEVICE)
     assert (launches.kernels, launches.graphs) == (0, 6 * graphs)
+
+
+class CountedLoads:
+    """How often rows were loaded into a graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.count, load = 0, DecodeGraph.load
+
+        def counted(graph: DecodeGraph, *args: Any) -> None:
+            self.count += 1
+            load(graph, *args)
+
+        monkeypatch.setattr(DecodeGraph, "load", counted)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.95}])
+def test_rows_grow_without_being_loaded_again(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over two ends of a block, each row at another step; from the second token on every step runs ahead."""
+    plain, packed = models()
+    asked = [(prompt(50 + 3 * i, i), SamplingParams(max_tokens=140, seed=i, **settings)) for i in range(3)]
+    loads = CountedLoads(monkeypatch)
+    assert run(packed, *asked) == run(plain, *asked)
+    assert loads.count == 1
+
+
+def test_requests_join_and_leave_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of one to eight rows and back; the tokens are those of each request alone."""
+    _, packed = models()
+    asked = [
+        (ids, replace(params, max_tokens=8 + 9 * i))
+        for i, (ids, params) in enumerate(requests(SETTINGS, max_tokens=60))
+    ]
+    expected = [run(packed, request)[0] for request in asked]
+    loads = CountedLoads(monkeypatch)
+    engine = Engine(packed, EngineConfig(max_num_seqs=8))
+    answers: dict[str, list[int]] = defaultdict(list)
+    ids = []
+    for request in reversed(asked):
+        ids.append(engine.add(*request))
+        for _ in range(3):
+            for output in engine.step():
+                answers[output.request_id].append(output.token_id)
+    for request_id, tokens in drain(engine).items():
+        answers[request_id] += tokens
+    assert [answers[request_id] for request_id in ids] == expected[::-1]
+    assert loads.count <= 2 * len(asked), "only who joins or leaves costs a load"
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_preempted_rows_come_back(enable_prefix_caching: bool) -> None:
+    """Five rows of up to four blocks over nine; float32, so that a prefill and steps agree to within a tie."""
+    plain, packed = models()
+    block_bytes = 64 * 2 * 2 * 2 * 64 * 4  # tokens, layers, keys and values, kv heads, head_dim, bytes
+    config = EngineConfig(9 * block_bytes, max_num_seqs=8, enable_prefix_caching=enable_prefix_caching)
+    asked = requests(SETTINGS[:5], max_tokens=150)
+    engine = Engine(packed, config)
+    assert engine.pool.num_blocks == 9
+    ids = [engine.add(*request) for request in asked]
+    answers = drain(engine)
+    assert engine.stats().num_preemptions > 0
+    assert engine.pool.num_free == 9
+    assert [answers[request_id] for request_id in ids] == [run(plain, request)[0] for request in asked]
+
+
+def test_a_prefix_hit_gives_the_tokens_of_a_cold_start() -> None:
+    plain, packed = models()
+    asked = (prompt(200), SamplingParams(max_tokens=30, temperature=0))
+    engine = Engine(packed, EngineConfig(max_num_seqs=2))
+    answers = []
+    for _ in range(2):
+        engine.add(*asked)
+        answers += drain(engine).values()
+    assert answers == run(plain, asked) * 2
+    assert engine.stats().prefix_cache_hits == 192
+
+
+def test_decode_never_waits_for_more_than_its_tokens() -> None:
+    """Neither growing rows nor one that leaves make the host wait for the device in a copy or an item."""
+    _, packed = models()
+    engine = Engine(packed, EngineConfig(max_num_seqs=4))
+    for i, max_tokens in enumerate((20, 60, 60)):
+        engine.add(prompt(55 + i, i), SamplingParams(temperature=0.5 * i, seed=i, max_tokens=max_tokens))
+    for _ in range(4):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):
+            assert engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    drain(engine)
+
+
+def test_a_stream_goes_on_while_a_long_prompt_is_processed() -> None:
+    plain, packed = models()
+    short = (prompt(20), SamplingParams(max_tokens=60, temperature=0))
+    long = (prompt(1500, 1), SamplingParams(max_tokens=5, temperature=0))
+    config = EngineConfig(max_num_seqs=2, max_num_prefill_tokens_while_decoding=100)
+    engine = Engine(packed, config)
+    first = engine.add(*short)
+    outputs = [*engine.step(), *engine.step()]
+    second = engine.add(*long)
+    while not any(output.request_id == second for output in outputs):
+        before = len(outputs)
+        outputs += engine.step()
+        assert outputs[before].request_id == first, "a step without a token of the stream"
+    assert len(outputs) == 2 + 15 + 1
+    tokens = {first: [o.token_id for o in outputs[:-1]], second: [outputs[-1].token_id]}
+    for request_id, rest in drain(engine).items():
+        tokens[request_id] += rest
+    assert [tokens[first], tokens[second]] == [run(plain, short)[0], run(plain, long)[0]]
+
+
+def test_batch_invariance_is_bit_for_bit() -> None:
+    """Log-probabilities of twenty rows together and of each alone, their prompts processed one by one."""
+    _, packed = models()
+    config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=50, batch_invariant=True)
+    asked = [(prompt(50, i), SamplingParams(max_tokens=30, temperature=0, logprobs=0)) for i in range(20)]
+
+    def answers(*requests: tuple[list[int], SamplingParams]) -> list[list[tuple[int, float]]]:
+        engine = Engine(packed, config)
+        assert engine.graphs is not None and engine.graphs.max_rows == 8
+        found: dict[str, list[tuple[int, float]]] = {engine.add(*request): [] for request in requests}
+        while engine.has_unfinished:
+            for output in engine.step():
+                assert output.logprobs is not None
+                found[output.request_id].append((output.token_id, output.logprobs[0].logprob))
+        return list(found.values())
+
+    assert answers(*asked) == [answers(request)[0] for request in asked]
+
+
+def test_forty_rows_in_one_graph() -> None:
+    plain, packed = models()
+    asked = requests([{"temperature": 0}] * 40, max_tokens=12)
+    assert run(packed, *asked, max_num_seqs=64) == run(plain, *asked, max_num_seqs=64)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])

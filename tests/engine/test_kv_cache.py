@@ -43,6 +43,29 @@ def test_misuse_is_caught() -> None:
         pool.free(blocks)
 
 
+def test_kept_blocks_are_shared_and_evicted_last() -> None:
+    evicted: list[int] = []
+    pool = BlockPool(4, evicted.append)
+    first = pool.allocate(3)
+    for block in first:
+        pool.keep(block)
+    pool.share(first[:2])
+    pool.free(first)
+    assert pool.num_free == 2 and pool.is_free(first[2]) and not pool.is_free(first[0])
+    pool.free(first[:2])
+    assert pool.num_free == 4
+    pool.share(first[1:2])  # a free one comes back
+    assert pool.num_free == 3
+    assert pool.allocate(1) != first[:1] and evicted == []
+    # the one freed longest ago, then, of those freed together, the last
+    assert pool.allocate(2) == evicted == [first[2], first[0]]
+    with pytest.raises(AssertionError, match="are not kept"):
+        pool.share(evicted[:1])
+    pool.free(evicted[:1])
+    with pytest.raises(AssertionError, match=f"block {evicted[0]} is free"):
+        pool.keep(evicted[0])
+
+
 def test_blocks_for() -> None:
     assert [blocks_for(n) for n in (0, 1, 64, 65, 128, 129)] == [0, 1, 1, 2, 2, 3]
 

@@ -1,22 +1,31 @@
 """The sampler: reproducible, independent of the neighbours, and faithful to the distribution."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sampling_distribution import assert_drawn_from
 from thinrank.config import SamplingParams
+from thinrank.engine.grammar import TokenConstraint
 from thinrank.engine.sampler import chosen_on_device, sample
 from thinrank.engine.sequence import Sequence
+from thinrank.errors import OptionError
 
 VOCAB = 23
 
 
-def sequence(prompt: list[int] = [1], output: list[int] = [], seed: int = 0, index: int = 0, **settings: Any):  # noqa: B006
+def sequence(
+    prompt: list[int] = [1],  # noqa: B006
+    output: list[int] = [],  # noqa: B006
+    seed: int = 0,
+    index: int = 0,
+    constraint: TokenConstraint | None = None,
+    **settings: Any,
+) -> Sequence:
     params = SamplingParams(max_tokens=2000, **settings)
-    made = Sequence("r", index, list(prompt), params, frozenset([2]), 2000, seed)
+    made = Sequence("r", index, list(prompt), params, frozenset([2]), 2000, seed, "", constraint)
     made.token_ids += output
     return made
 
@@ -64,20 +73,7 @@ def test_neighbours_do_not_matter() -> None:
 def test_frequencies_follow_the_distribution(settings: dict[str, Any]) -> None:
     row, n = logits(), 4000
     tokens, _ = sample(row.expand(n, -1), [sequence(seed=seed, **settings) for seed in range(n)])
-    probs = (row[0] / settings.get("temperature", 1)).softmax(0)
-    order = probs.argsort(descending=True)
-    keep = torch.ones(VOCAB, dtype=torch.bool)
-    if "top_k" in settings:
-        keep = probs >= probs[order[3]]
-    if "top_p" in settings:
-        keep[order] = probs[order].cumsum(0) - probs[order] < 0.7
-    if "min_p" in settings:
-        keep = probs >= 0.1 * probs.max()
-    probs = torch.where(keep, probs, 0.0) / probs[keep].sum()
-    counts = Counter(tokens)
-    for token in range(VOCAB):
-        p = float(probs[token])
-        assert counts[token] / n == pytest.approx(p, abs=5 * (p * (1 - p) / n) ** 0.5), token
+    assert_drawn_from(tokens, row[0], settings)
 
 
 def test_penalties_count_prompt_and_output() -> None:
@@ -97,6 +93,79 @@ def test_min_tokens_holds_the_endings_back() -> None:
     assert pick(row, [1], [5], **held) == 2
     assert pick(row, **held, ignore_eos=True) == 2  # EOS does not end this one
     assert row[0, 2] == 9.0, "the caller's logits are not changed"
+
+
+def test_logit_bias() -> None:
+    row = logits()
+    first, second, third = row[0].topk(3).indices.tolist()
+    assert pick(row, temperature=0, logit_bias={first: -100}) == second
+    assert pick(row, temperature=0, logit_bias={third: 100.0, first: -1}) == third
+    gap = float(row[0, first] - row[0, second])
+    assert pick(row, temperature=0, logit_bias={second: gap - 1e-3}) == first
+    assert pick(row, temperature=0, logit_bias={second: gap + 1e-3}) == second
+    assert {pick(row, seed=seed, logit_bias={first: 100}) for seed in range(9)} == {first}
+    assert pick(row, [first], temperature=0, logit_bias={first: 100}, repetition_penalty=2.0) == first
+    # its neighbour is as it was, and the report is of the model, not of what was made of it
+    made = [sequence(temperature=0, logit_bias={third: 100}, logprobs=0), sequence(temperature=0)]
+    tokens, (report, _) = sample(row.expand(2, -1), made)
+    assert tokens == [third, first] and report is not None and report[0].rank == 3
+    for bias in (100.5, -101, float("nan")):
+        with pytest.raises(OptionError, match="logit_bias of token 4"):
+            SamplingParams(logit_bias={4: bias})
+
+
+class Only:
+    """Allows a few tokens, and is finished after some."""
+
+    def __init__(self, *allowed: int, count: int = 2):
+        self.allowed, self.left, self.seen = allowed, count, list[int]()
+
+    @property
+    def finished(self) -> bool:
+        return self.left == 0
+
+    def fill_mask(self, mask: Tensor) -> None:
+        assert mask.dtype == torch.int32 and mask.shape == (-(-VOCAB // 32),) and not mask.any()
+        for token in self.allowed:
+            # the top bit makes an int32 negative
+            mask[token // 32] |= torch.tensor(1 << token % 32, dtype=torch.int64).int()
+
+    def accept(self, token_id: int) -> None:
+        self.seen.append(token_id)
+        self.left -= 1
+
+
+def test_a_grammar_masks_its_row_alone() -> None:
+    row = logits()
+    first, *_, last = row[0].argsort(descending=True).tolist()
+    made = [sequence(temperature=0, constraint=Only(last)), sequence(temperature=0)]
+    assert sample(row.expand(2, -1), made)[0] == [last, first]
+    hot = {pick(row, seed=seed, constraint=Only(3, 7), temperature=50.0) for seed in range(30)}
+    assert hot == {3, 7}
+    # above all other wishes
+    assert pick(row, constraint=Only(last), logit_bias={last: -100}, temperature=0) == last
+    assert pick(row, constraint=Only(2), min_tokens=5, temperature=0) == 2
+    with pytest.raises(AssertionError, match="allows no token"):
+        pick(row, constraint=Only())
+
+
+def test_the_highest_bit_of_a_mask_counts() -> None:
+    wide = torch.zeros(1, 40)
+    wide[0, 39], wide[0, 31] = 3.0, 1.0
+
+    class Bits(Only):
+        def fill_mask(self, mask: Tensor) -> None:
+            mask[0] = -(2**31)  # token 31
+            mask[1] = 1  # token 32
+
+    assert pick(wide, constraint=Bits(), temperature=0) == 31
+
+
+def test_a_grammar_ends_its_sequence() -> None:
+    grammar = Only(5, 6)
+    made = sequence(constraint=grammar, ignore_eos=True)
+    assert made.append(5) == (None, None)
+    assert made.append(6) == ("stop", None) and grammar.seen == [5, 6]
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -122,6 +191,9 @@ def test_logprobs_are_the_models_own() -> None:
         ({"presence_penalty": 0.1}, False),
         ({"frequency_penalty": -0.1}, False),
         ({"min_tokens": 3}, False),
+        ({"logit_bias": {4: 1.0}}, False),
+        ({"constraint": Only(4)}, False),
+        ({"logit_bias": {}}, True),
         ({"min_tokens": 2}, True),  # two tokens are there
     ],
 )

@@ -63,8 +63,8 @@ def test_blocks_come_back_when_nobody_listens_on() -> None:
     assert used.pool.num_free == used.pool.num_blocks
 
 
-class Graph:
-    """Steps as a captured graph does them: it goes on with the tokens that it was told, or its own."""
+class Graphs:
+    """Steps as captured graphs do them: they go on with the tokens that they were told, or their own."""
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
@@ -82,14 +82,7 @@ class Graph:
             row[-1] = token_id
 
 
-def test_a_graph_is_told_the_forced_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Graphs:
-        max_rows = 4
-
-        def for_rows(self, rows: int) -> Graph:
-            assert rows == 3
-            return Graph()
-
+def test_graphs_are_told_the_forced_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     used = engine()
     monkeypatch.setattr(used, "graphs", Graphs())
     prompts, forced = IDS[:, :60].tolist(), IDS[:, 60:].tolist()

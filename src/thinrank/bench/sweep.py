@@ -151,6 +151,7 @@ def _prompt_row(system: EngineSystem, input_len: int, num_iters: int, num_iters_
 def _context_row(
     system: EngineSystem, context_len: int, num_iters: int, num_iters_warmup: int, bandwidth: float
 ) -> SweepRow:
+    from ..engine.decode_graphs import DecodeGraphs
     from ..engine.graph import DecodeGraph
     from ..model.packed_decoder import PackedDecoder
 
@@ -162,12 +163,13 @@ def _context_row(
     for layer in kv_cache:
         for tensor in layer:
             tensor.normal_(generator=generator)
-    graph = DecodeGraph(decoder, kv_cache, decoder.decode_state(1, blocks, blocks), idle_block=blocks)
+    state = decoder.decode_state(1, blocks, blocks)
+    graphs = DecodeGraphs([DecodeGraph(decoder, kv_cache, state, idle_block=blocks)])
 
     def window() -> None:
         sequence = filled_sequence(context_len, blocks)
         for _ in range(WINDOW_STEPS):
-            sequence.token_ids += graph.step([sequence], ahead=True)
+            sequence.token_ids += graphs.step([sequence], following=[sequence])
 
     times = [milliseconds(window, model.device) / WINDOW_STEPS for _ in range(num_iters_warmup + num_iters)]
     tpot = Percentiles.of(times[num_iters_warmup:])

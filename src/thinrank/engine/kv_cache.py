@@ -5,6 +5,9 @@ Knows nothing about what a block holds or which request it serves.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
+
 import torch
 
 from ..config import BLOCK_SIZE, EngineConfig, ModelConfig
@@ -17,31 +20,68 @@ DEFAULT_KV_CACHE_MEMORY = 2**30
 
 
 class BlockPool:
-    """Which blocks are free. The block freed last is handed out first, so that a small load stays in few."""
+    """How many hold each block, and which ones are free.
 
-    def __init__(self, num_blocks: int):
+    A free block may still have contents that somebody wants to find again (`keep`). Others are handed out first, the
+    one freed last before all, so that a small load stays in few; then those, the one freed longest ago first.
+    on_evict: told the number of a kept block before it is handed out.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] = lambda block: None):
         self.num_blocks = num_blocks
+        self.on_evict = on_evict
+        self._holders = [0] * num_blocks
+        self._kept = [False] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._is_free = [True] * num_blocks
+        self._free_kept: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that nobody holds."""
+        return len(self._free) + len(self._free_kept)
+
+    def is_free(self, block: int) -> bool:
+        return not self._holders[block]
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks. The caller has looked at `num_free` first."""
-        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
-        blocks = [self._free.pop() for _ in range(count)]
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        return [self._take() for _ in range(count)]
+
+    def keep(self, block: int) -> None:
+        """Hand a held block out as late as possible once it is free."""
+        assert self._holders[block], f"block {block} is free"
+        self._kept[block] = True
+
+    def share(self, blocks: list[int]) -> None:
+        """Hold kept blocks, free or not, once more."""
         for block in blocks:
-            self._is_free[block] = False
-        return blocks
+            assert self._kept[block], f"the contents of block {block} are not kept"
+            if self.is_free(block):
+                del self._free_kept[block]
+            self._holders[block] += 1
 
     def free(self, blocks: list[int]) -> None:
-        """Give blocks back, each exactly once."""
+        """Give blocks back, each as often as it was taken or shared. The last one is the first to be evicted."""
         for block in reversed(blocks):
-            assert not self._is_free[block], f"block {block} is free already"
-            self._is_free[block] = True
-            self._free.append(block)
+            assert self._holders[block], f"block {block} is free already"
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            if self._kept[block]:
+                self._free_kept[block] = None
+            else:
+                self._free.append(block)
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._free_kept.popitem(last=False)
+            self._kept[block] = False
+            self.on_evict(block)
+        self._holders[block] = 1
+        return block
 
 
 def blocks_for(tokens: int) -> int:

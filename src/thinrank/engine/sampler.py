@@ -7,14 +7,17 @@ requests arrive changes a sample. This is the path of prefill, of a CPU, and of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+from ..device import upload
 from ..errors import ThinrankError
 from ..kernels import reference as ops
-from .sequence import Sequence, TokenLogprob
+from .grammar import TokenConstraint
+from .logprobs import TokenLogprob, token_logprobs
+from .sequence import Sequence
 
 
 def sample(
@@ -38,7 +41,7 @@ def sample(
     return chosen, [
         None
         if sequence.params.logprobs is None
-        else _logprobs(logits[row], chosen[row], sequence.params.logprobs)
+        else token_logprobs(logits[row : row + 1], chosen[row : row + 1], sequence.params.logprobs)[0]
         for row, sequence in enumerate(sequences)
     ]
 
@@ -53,11 +56,15 @@ def undefined_logits() -> ThinrankError:
 def chosen_on_device(sequence: Sequence) -> bool:
     """Whether a decode graph can choose the next token, to the same result as `sample`.
 
-    Not with penalties, log-probabilities, or an ending that `min_tokens` holds back. Once it can, it can for the
-    rest of the sequence.
+    Not with biases, penalties, a grammar, log-probabilities, or an ending that `min_tokens` holds back. Once it can,
+    it can for the rest of the sequence.
     """
     return (
-        sequence.params.logprobs is None and not _has_penalty(sequence) and not _holds_endings_back(sequence)
+        sequence.params.logprobs is None
+        and sequence.constraint is None
+        and not sequence.params.logit_bias
+        and not _has_penalty(sequence)
+        and not _holds_endings_back(sequence)
     )
 
 
@@ -67,19 +74,43 @@ def signed_seed(sequence: Sequence) -> int:
 
 
 def _shape(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """Logits after penalties and `min_tokens`; the same object when no row asks for either."""
-    penalised = [row for row, sequence in enumerate(sequences) if _has_penalty(sequence)]
-    held = [row for row, sequence in enumerate(sequences) if _holds_endings_back(sequence)]
-    if not penalised and not held:
+    """Logits after biases, penalties, `min_tokens` and grammars; the same object when no row asks for any."""
+    if all(map(_takes_logits_as_they_are, sequences)):
         return logits
     logits = logits.clone()
+    for row, sequence in enumerate(sequences):
+        if sequence.params.logit_bias:
+            token_ids, biases = zip(*sequence.params.logit_bias.items(), strict=True)
+            logits[row, upload(token_ids, torch.int64, logits.device)] += _floats(logits, biases)
+    penalised = [row for row, sequence in enumerate(sequences) if _has_penalty(sequence)]
     if penalised:
         rows = torch.tensor(penalised, device=logits.device)
         logits[rows] = _penalise(logits[rows], [sequences[row] for row in penalised])
-    for row in held:
-        ending = [token for token in sequences[row].ending_token_ids if token < logits.shape[1]]
-        logits[row, torch.tensor(ending, dtype=torch.int64, device=logits.device)] = float("-inf")
+    for row, sequence in enumerate(sequences):
+        if _holds_endings_back(sequence):
+            ending = [token for token in sequence.ending_token_ids if token < logits.shape[1]]
+            logits[row, upload(ending, torch.int64, logits.device)] = float("-inf")
+        if sequence.constraint is not None:
+            logits[row].masked_fill_(~_allowed(sequence.constraint, logits[row]), float("-inf"))
     return logits
+
+
+def _takes_logits_as_they_are(sequence: Sequence) -> bool:
+    return not (
+        sequence.params.logit_bias
+        or sequence.constraint is not None
+        or _has_penalty(sequence)
+        or _holds_endings_back(sequence)
+    )
+
+
+def _allowed(constraint: TokenConstraint, row: Tensor) -> Tensor:
+    """bool [vocab_size]: which tokens the grammar allows next."""
+    mask = torch.zeros(-(-len(row) // 32), dtype=torch.int32)
+    constraint.fill_mask(mask)
+    assert bool(mask.any()), "a grammar that allows no token must say that it is finished"
+    bits = torch.arange(32, dtype=torch.int32, device=row.device)
+    return (mask.to(row.device).unsqueeze(1) >> bits & 1).flatten()[: len(row)].bool()
 
 
 def _has_penalty(sequence: Sequence) -> bool:
@@ -88,7 +119,8 @@ def _has_penalty(sequence: Sequence) -> bool:
 
 
 def _holds_endings_back(sequence: Sequence) -> bool:
-    return sequence.num_output_tokens < sequence.params.min_tokens
+    # A grammar knows best when it ends.
+    return sequence.constraint is None and sequence.num_output_tokens < sequence.params.min_tokens
 
 
 def _penalise(logits: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -138,26 +170,9 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     return ops.sample(logits, uniform)
 
 
-def _logprobs(logits: Tensor, token_id: int, count: int) -> tuple[TokenLogprob, ...]:
-    """The chosen token, then the `count` most likely ones."""
-    logprobs = logits.log_softmax(-1)
-    chosen = logprobs[token_id]
-    rank = int((logprobs > chosen).sum()) + 1
-    top_values, top_ids = logprobs.topk(min(count, logprobs.shape[0]))
-    return (
-        TokenLogprob(token_id, float(chosen), rank),
-        *(
-            TokenLogprob(token, value, rank)
-            for rank, (token, value) in enumerate(
-                zip(top_ids.tolist(), top_values.tolist(), strict=True), start=1
-            )
-        ),
-    )
-
-
-def _floats(like: Tensor, values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)
+def _floats(like: Tensor, values: Iterable[float]) -> Tensor:
+    return upload(list(values), torch.float32, like.device)
 
 
 def _ints(like: Tensor, values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
+    return upload(values, torch.int64, like.device)

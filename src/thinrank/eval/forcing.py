@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingParams
-from ..engine.engine import Engine, build_batch
+from ..engine.engine import Engine
 from ..engine.kv_cache import blocks_for
+from ..engine.runner import build_batch
 from ..engine.scheduler import Scheduled
 from ..engine.sequence import Sequence
 from ..model.batch import ForwardBatch
@@ -46,14 +47,14 @@ def decode_logits(
             if sequence.num_pending:
                 engine.decoder.hidden(_pass(engine, sequence), engine.kv_cache)
             sequence.token_ids.append(last)
-        graph = None if engine.graphs is None else engine.graphs.for_rows(len(sequences))
+        graphs = engine.graphs
         for token_ids in zip(*continuations, strict=True):
-            if graph is None:
+            if graphs is None:
                 batch = build_batch([Scheduled(sequence, 1) for sequence in sequences], engine.decoder.device)
                 yield engine.decoder(batch, engine.kv_cache)
             else:
-                yield graph.forward(sequences)
-                graph.replace_tokens(list(token_ids))
+                yield graphs.forward(sequences)
+                graphs.replace_tokens(list(token_ids))
             for sequence, token_id in zip(sequences, token_ids, strict=True):
                 sequence.num_computed += 1
                 sequence.token_ids.append(token_id)
