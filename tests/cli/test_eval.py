@@ -11,6 +11,7 @@ from thinrank.cli import eval as commands
 from thinrank.cli.main import main
 from thinrank.eval.fidelity import fidelity
 from thinrank.eval.perplexity_report import perplexities
+from thinrank.eval.tasks import tasks
 from tiny_models import random_tensors, tiny_config, write_folder
 from tiny_tokenizers import save_byte_level
 
@@ -73,7 +74,9 @@ def test_perplexity(run: Callable[..., str], model: str) -> None:
     assert [row["model"] for row in report["rows"]] == [model]
 
 
-@pytest.mark.parametrize(("command", "library"), [("fidelity", fidelity), ("perplexity", perplexities)])
+@pytest.mark.parametrize(
+    ("command", "library"), [("fidelity", fidelity), ("perplexity", perplexities), ("tasks", tasks)]
+)
 def test_options_and_defaults_are_those_of_the_library(command: str, library: Callable[..., object]) -> None:
     options = inspect.signature(getattr(commands, command)).parameters
     known = inspect.signature(library).parameters
@@ -82,7 +85,7 @@ def test_options_and_defaults_are_those_of_the_library(command: str, library: Ca
         assert options[name].default == known[name].default
 
 
-@pytest.mark.parametrize("command", ["eval", "eval fidelity", "eval perplexity"])
+@pytest.mark.parametrize("command", ["eval", "eval fidelity", "eval perplexity", "eval tasks"])
 def test_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([*command.split(), "--help"]) == 0
     assert f"thinrank {command} " in capsys.readouterr().out
@@ -96,6 +99,8 @@ def test_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
         ("eval fidelity no/such --num-prompts 0", "num_prompts is 0"),
         ("eval perplexity no/such --path x", "unknown path 'x'"),
         ("eval perplexity no/such --text x", "cannot read the text x"),
+        ("eval tasks no/such --tasks x --device cpu", "no/such does not exist"),
+        ("eval tasks no/such", "thinrank eval --help"),
         ("eval perplexity", "thinrank eval --help"),
         ("eval fidelitee", "thinrank eval --help"),
     ],

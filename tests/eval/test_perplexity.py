@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from thinrank import LLM, ThinrankError
+from thinrank import LLM, ThinrankError, compress
+from thinrank.checkpoint.export import export
 from thinrank.errors import OptionError
 from thinrank.eval.perplexity import perplexity
 from thinrank.eval.perplexity_report import perplexities
 from tiny_models import random_tensors, tiny_config, transformers_logits, write_folder
-from tiny_tokenizers import save_byte_level
+from tiny_tokenizers import save_byte_level, save_sentence_piece_like
 
 TEXT = "Honest numbers need a protocol: text, split, window, stride, and what is scored. " * 8
 
@@ -57,6 +58,63 @@ def test_overlapping_windows_score_every_token_once(model, stride):
     kept = torch.cat([scored[0], scored[1:, 31 - stride :].flatten()])
     assert result.predictions == len(kept) == result.tokens - 1
     assert result.value == pytest.approx(math.exp(kept.mean()), rel=1e-4)
+
+
+# Against transformers itself, from folders
+
+
+def huggingface_perplexity(folder: Path, text: str, window: int, stride: int, bos: bool = False) -> float:
+    """The recipe of transformers' documentation for windows of a fixed length, on those that are complete."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=bos, return_tensors="pt").input_ids
+    total, count, end_before = 0.0, 0, 0
+    for begin in range(0, ids.shape[1] - window + 1, stride):
+        inputs = ids[:, begin : begin + window]
+        targets = inputs.clone()
+        targets[:, : end_before - begin] = -100  # scored by the window before
+        with torch.inference_mode():
+            loss = model(inputs, labels=targets).loss
+        scored = int((targets[:, 1:] != -100).sum())
+        total, count, end_before = total + float(loss) * scored, count + scored, begin + window
+    return math.exp(total / count)
+
+
+@pytest.fixture(scope="module", params=[save_byte_level, save_sentence_piece_like])
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense folder, a low-rank one made from it, and the dense export of that. The second tokenizer adds BOS."""
+    root = tmp_path_factory.mktemp("folders")
+    config = tiny_config(vocab_size=400)
+    request.param(write_folder(root / "dense", config, random_tensors(config)))
+    compress(root / "dense", root / "low-rank", method="svd", keep_ratio=0.6, device="cpu", progress=False)
+    export(root / "low-rank", root / "export", progress=False)
+    return {name: root / name for name in ("dense", "low-rank", "export")}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("dense", "dense"), ("low-rank", "export")])
+@pytest.mark.parametrize("stride", [32, 20, 1])
+def test_folders_agree_with_transformers(
+    folders: dict[str, Path], ours: str, theirs: str, stride: int, tmp_path: Path
+) -> None:
+    text = TEXT if stride > 1 else TEXT[:80]
+    expected = huggingface_perplexity(folders[theirs], text, 32, stride)
+    (tmp_path / "text.txt").write_text(text)
+    options = {"text": str(tmp_path / "text.txt"), "window": 32, "stride": stride, "device": "cpu"}
+    for path in ("prefill", "decode"):
+        [row] = perplexities([folders[ours]], path=path, progress=False, **options).rows
+        # 1e-3 is what is promised; float32 on both sides gives more.
+        assert row.perplexity == pytest.approx(expected, rel=1e-5)
+
+
+def test_no_bos_is_added(folders: dict[str, Path]) -> None:
+    """Whatever the tokenizer does on its own: with BOS, every window of the text would begin a token earlier."""
+    llm = LLM(folders["dense"], device="cpu", kv_cache_memory=2**22)
+    value = perplexity(llm, TEXT, window=32, progress=False).value
+    assert value == pytest.approx(huggingface_perplexity(folders["dense"], TEXT, 32, 32), rel=1e-5)
+    if llm.tokenizer.encode("a")[0] == llm.tokenizer.bos_token_id:
+        with_bos = huggingface_perplexity(folders["dense"], TEXT, 32, 32, bos=True)
+        assert abs(with_bos / value - 1) > 1e-3
 
 
 def test_decode_takes_as_many_windows_as_the_cache_holds(model):

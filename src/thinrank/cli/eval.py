@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import output
-from .options import ComputeDtype, Device, Json, Model
+from .options import ComputeDtype, Device, Json, KVCacheMemory, MaxModelLen, Model, parse_size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ..eval.fidelity import FidelityReport, FidelityRow
     from ..eval.perplexity_report import PerplexityReport
+    from ..eval.tasks import TaskRow, TasksReport
 
-evaluate = typer.Typer(help="Measure what a model computes: against float32 arithmetic, and on text.")
+evaluate = typer.Typer(
+    help="Measure what a model computes: against float32 arithmetic, on text, and on tasks."
+)
 
 OutputJson = Annotated[
     str | None, typer.Option(metavar="FILE", help="Write the result here, after every row.")
@@ -137,6 +140,80 @@ def perplexity(
         _print(report.header, facts, _perplexity_table(report))
 
 
+@evaluate.command()
+def tasks(
+    model: Model,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...", help="Tasks or groups of lm-evaluation-harness, globs, or YAML files."
+        ),
+    ],
+    include_path: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A folder of further task files.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples in each prompt.", show_default="as the task says")
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="Documents of each task, or a share below 1.", show_default="all")
+    ] = None,
+    batch_size: Annotated[str, typer.Option(help="Sequences of a forward pass, or auto.")] = "auto",
+    gen_kwargs: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=VALUE,...", help="Of tasks that generate, such as max_gen_toks=64."),
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Write prompts as chat.")
+    ] = False,
+    system_instruction: Annotated[str | None, typer.Option(help="Text before each prompt.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the choice of examples.", show_default="the harness's own")
+    ] = None,
+    max_model_len: MaxModelLen = None,
+    kv_cache_memory: KVCacheMemory = None,
+    dtype: ComputeDtype = "auto",
+    device: Device = "auto",
+    output_json: OutputJson = None,
+    json: Json = False,
+) -> None:
+    """Scores on tasks of lm-evaluation-harness, or on your own in its format.
+
+    Needs: pip install 'thinrank[lm-eval]'.
+    """
+    from ..eval.tasks import tasks as run
+
+    report = run(
+        model,
+        tasks=[name for name in tasks.split(",") if name],
+        include_path=include_path,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        batch_size=batch_size,
+        gen_kwargs=gen_kwargs,
+        apply_chat_template=apply_chat_template,
+        system_instruction=system_instruction,
+        seed=seed,
+        max_model_len=max_model_len,
+        kv_cache_memory=None if kv_cache_memory is None else parse_size("--kv-cache-memory", kv_cache_memory),
+        dtype=dtype,
+        device=device,
+        output_json=output_json,
+        command=_command(),
+        progress=output.show_progress(),
+        on_progress=_progress(),
+    )
+    if json:
+        output.write(dumps(report.to_json(), allow_nan=False) + "\n")
+    else:
+        header = report.header
+        facts = [
+            f"harness    lm-evaluation-harness {header['lm_eval']}",
+            f"model      {header['checkpoint']}, keep_ratio {header['keep_ratio']:.3g}, {header['dtype']}",
+        ]
+        _print(report.header, facts, _tasks_table(report))
+
+
 def _command() -> str:
     return shlex.join(["thinrank", *sys.argv[1:]])
 
@@ -213,3 +290,28 @@ def _perplexity_table(report: PerplexityReport) -> Table:
             f"{row.perplexity / first.perplexity:.3f}x",
         )
     return table
+
+
+def _tasks_table(report: TasksReport) -> Table:
+    from rich.table import Table
+
+    table = Table("task", "filter", "metric")
+    for column in _TASKS_COLUMNS:
+        table.add_column(column, justify="right")
+    for row in report.rows:
+        table.add_row(row.task, row.filter, row.metric, *(cell(row) for cell in _TASKS_COLUMNS.values()))
+    return table
+
+
+def _optional(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+#: Title -> a cell from a row.
+_TASKS_COLUMNS: dict[str, Callable[[TaskRow], str]] = {
+    "few-shot": lambda row: _optional(row.num_fewshot, "d"),
+    "documents": lambda row: _optional(row.samples, ",d"),
+    "value": lambda row: _optional(row.value, ",.4f"),
+    "stderr": lambda row: _optional(row.stderr, ".4f"),
+    "better": lambda row: {True: "higher", False: "lower", None: "-"}[row.higher_is_better],
+}
