@@ -27,11 +27,12 @@ from .export import export
 from .generate import generate
 from .inspect import inspect
 from .plan import plan
+from .serve import serve
 from .tune import tune
 
 COMMANDS = {
     command.__name__: command
-    for command in (convert, export, inspect, generate, chat, plan, compress, tune, demo)
+    for command in (convert, export, inspect, generate, chat, serve, plan, compress, tune, demo)
 }
 #: Commands that have commands of their own.
 GROUPS = {"bench": bench, "eval": evaluate}
@@ -46,6 +47,7 @@ for name, group in GROUPS.items():
 _MEMORY_HINTS = {
     "generate": "lower --kv-cache-memory, --max-model-len or --n",
     "chat": "lower --kv-cache-memory or --max-model-len",
+    "serve": "lower --kv-cache-memory, --max-model-len or --max-num-seqs",
     "tune": "use a GPU that has room for the model",
     "bench": "lower --batch-size, --input-len or --output-len, or take fewer --baseline",
     "eval": "lower --num-prompts or --window, or use --device cpu",
