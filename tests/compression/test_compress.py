@@ -130,7 +130,7 @@ def test_too_few_calibration_tokens_are_warned_about(tmp_path, text_file):
         ({"keep_ratio": [0.5, 0.6]}, r"\{keep_ratio\}"),
         (
             {"keep_ratio": 0.5, "method": "magic"},
-            "known: adasvd, asvd, basis-sharing, svd, svd-llm, svd-llm-v2",
+            "known: adasvd, asvd, basis-sharing, dobi-svd, svd, svd-llm, svd-llm-v2",
         ),
         ({"keep_ratio": 0.5, "dtype": "int4"}, "known: bfloat16, float16, float32"),
         ({"keep_ratio": 0.5, "calibration_text": "nowhere.txt"}, "cannot read the calibration text"),

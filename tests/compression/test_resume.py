@@ -11,6 +11,7 @@ import pytest
 
 from thinrank import ThinrankError, compress
 from thinrank.compression import ALLOCATIONS
+from thinrank.compression.methods import METHODS
 from thinrank.compression.ranks import uniform
 from thinrank.compression.store import HiddenStates
 from tiny_text_models import dense_model
@@ -73,6 +74,66 @@ def test_killed_at_a_random_moment(tmp_path, text_file):
     assert digests(tmp_path / "broken") == digests(tmp_path / "unbroken")
 
 
+#: For every method: an unbroken run, one that is killed at every sixth file that becomes complete, and one that is
+#: killed at two moments between. A fork a run, for importing takes longer than compressing.
+FORKED = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import thinrank.text
+from thinrank import compress
+folder, root, text = map(Path, sys.argv[1:4])
+replace = Path.replace
+def run(method, name, files=10**6, seconds=None):
+    child = os.fork()
+    if child == 0:
+        count = 0
+        def counted(self, target):
+            nonlocal count
+            count += 1
+            if count > files:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return replace(self, target)
+        Path.replace = counted
+        own = {"steps": 2} if method == "dobi-svd" else {}
+        try:
+            compress(folder, root / f"{method}-{name}", method=method, keep_ratio=0.6, calibration_text=text,
+                calibration_samples=8, calibration_length=32, device="cpu", progress=False, **own)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+for method in sys.argv[4:]:
+    begin = time.monotonic()
+    assert run(method, "unbroken") == 0
+    duration = time.monotonic() - begin
+    kills = 0
+    while (status := run(method, "counted", files=6)) == signal.SIGKILL:
+        kills += 1
+    assert status == 0 and kills >= 2, (method, status, kills)
+    for share in (0.6, 0.3):
+        run(method, "timed", seconds=share * duration)
+    assert run(method, "timed") in (0, 256)  # it may have been done before its time
+"""
+
+
+@pytest.mark.slow
+def test_every_method_is_killed_and_goes_on(tmp_path, text_file):
+    _, folder = dense_model(tmp_path)
+    command = [sys.executable, "-c", FORKED, str(folder), str(tmp_path), str(text_file), *METHODS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for method in METHODS:
+        expected = digests(tmp_path / f"{method}-unbroken")
+        assert digests(tmp_path / f"{method}-counted") == expected, method
+        assert digests(tmp_path / f"{method}-timed") == expected, method
+    assert not list(tmp_path.glob(".*.work"))
+
+
 def test_killed_between_two_ratios(tmp_path, calibrated, monkeypatch):
     """What the killed run has written is written again; what was there before is not touched."""
     _, folder = dense_model(tmp_path)
@@ -118,6 +179,21 @@ def test_finished_statistics_are_not_collected_again(tmp_path, calibrated, monke
     os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
     with pytest.raises(AssertionError, match="again"):  # other weights, perhaps
         compress(folder, tmp_path / "fourth", keep_ratio=0.5, **options)
+
+
+def test_losses_of_ranks_serve_every_ratio(tmp_path, calibrated, monkeypatch):
+    _, folder = dense_model(tmp_path)
+    options = calibrated | {"allocate": "loss", "statistics": tmp_path / "kept"}
+    compress(folder, tmp_path / "first", keep_ratio=0.5, **options)
+
+    def never(*_):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr("thinrank.compression.loss_allocation.loss_curve", never)
+    compress(folder, tmp_path / "second", keep_ratio=0.7, **options)
+    with pytest.raises(AssertionError, match="again"):  # gradients of other tokens
+        other = options | {"calibration_samples": 7}
+        compress(folder, tmp_path / "third", keep_ratio=0.7, method="svd", **other)
 
 
 def test_an_interrupted_run_leaves_its_folder_and_a_refused_one_does_not(tmp_path, calibrated, monkeypatch):

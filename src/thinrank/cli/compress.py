@@ -24,7 +24,7 @@ def compress(
         typer.Option(help="Share of the projections' parameters to keep, such as 0.6. May be repeated."),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="svd, asvd, svd-llm, svd-llm-v2, basis-sharing or adasvd.")
+        str, typer.Option(help="svd, asvd, svd-llm, svd-llm-v2, basis-sharing, adasvd or dobi-svd.")
     ] = "svd-llm",
     allocate: Annotated[
         str | None,
@@ -61,6 +61,10 @@ def compress(
         typer.Option(
             help="adasvd: what the least important layer keeps, relative to the target.", show_default="0.9"
         ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="dobi-svd: steps of gradient descent on the ranks.", show_default="16"),
     ] = None,
     calibration_text: Annotated[
         str,
@@ -122,6 +126,7 @@ def compress(
         group_size=group_size,
         shared=None if shared is None else shared.split(","),
         min_ratio=min_ratio,
+        steps=steps,
         update=update,
         calibration_text=calibration_text,
         calibration_samples=calibration_samples,

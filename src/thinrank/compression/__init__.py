@@ -63,6 +63,7 @@ def compress(
     group_size: int | None = None,
     shared: Sequence[str] | None = None,
     min_ratio: float | None = None,
+    steps: int | None = None,
     update: bool = False,
     calibration_text: str | Path = "builtin",
     calibration_samples: int = 32,
@@ -80,8 +81,8 @@ def compress(
     """Factor the attention and MLP projections of a dense model; embedding, norms and lm_head stay.
 
     source: dense folder in safetensors. destination: folder to write; with several keep_ratios it must
-    contain "{keep_ratio}". method: a name in `methods.METHODS`; alpha, group_size, shared, min_ratio: the
-    arguments of its function there; None: its default.
+    contain "{keep_ratio}". method: a name in `methods.METHODS`; alpha, group_size, shared, min_ratio, steps:
+    the arguments of its function there; None: its default.
 
     keep_ratio: share of the parameters of all `modules` to keep, above 0, to 1; at 1 nothing is factored.
     ranks: instead, a JSON file as `ranks.read_ranks` has it. allocate: a name in `ALLOCATIONS`; None: the
@@ -107,7 +108,13 @@ def compress(
     it was.
     """
     started = time.monotonic()
-    own_options = {"alpha": alpha, "group_size": group_size, "shared": shared, "min_ratio": min_ratio}
+    own_options = {
+        "alpha": alpha,
+        "group_size": group_size,
+        "shared": shared,
+        "min_ratio": min_ratio,
+        "steps": steps,
+    }
     chosen = method_by_name(method, {name: value for name, value in own_options.items() if value is not None})
     allocation = _allocation(chosen, allocate)
     if dtype is not None and dtype not in DTYPES:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .ranks import RankProblem, Ranks
+from .store import computed, fingerprint
 from .units import Unit
 
 
@@ -29,16 +30,25 @@ class Choice(NamedTuple):
 
 def by_loss(problem: RankProblem) -> Ranks:
     """Ranks within the budget of keep_ratio times the parameters of all units."""
-    statistics, sensitivity = problem.measurements.statistics, problem.measurements.sensitivity
-    choices = {}
-    for unit in problem.units:
-        grams = [statistics.gram(module) / statistics.tokens for module in unit.modules]
-        fishers = [sensitivity.fisher(module) for module in unit.modules]
-        curve = loss_curve(problem.spectra.vectors(unit), problem.spectra.weight(unit), fishers, grams)
-        choices[unit] = _choices(unit, curve, problem.multiple)
+    choices = {unit: _choices(unit, _curve(problem, unit), problem.multiple) for unit in problem.units}
     budget = int(problem.keep_ratio * sum(unit.dense_parameters for unit in problem.units))
     chosen = allocate(choices, budget)
     return {unit: choice.rank for unit, choice in chosen.items() if choice.rank is not None}
+
+
+def _curve(problem: RankProblem, unit: Unit) -> Tensor:
+    """`loss_curve` of a unit, kept in a file: it serves every ratio."""
+    spectra, statistics = problem.spectra, problem.measurements.statistics
+    sensitivity = problem.measurements.sensitivity
+    folder = problem.measurements.root / f"losses-{fingerprint(spectra.key, statistics.key)}"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def compute() -> dict[str, Tensor]:
+        grams = [statistics.gram(module) / statistics.tokens for module in unit.modules]
+        fishers = [sensitivity.fisher(module) for module in unit.modules]
+        return {"losses": loss_curve(spectra.vectors(unit), spectra.weight(unit), fishers, grams)}
+
+    return computed(folder / unit.file_name, compute)["losses"].read()
 
 
 def loss_curve(vectors: Tensor, weight: Tensor, fishers: list[Tensor], grams: list[Tensor]) -> Tensor:

@@ -20,6 +20,9 @@ Ranks = dict[Unit, int]
 #: Ranks that a kernel likes are multiples of one of these.
 RANK_MULTIPLES = (1, 8, 16, 64)
 
+#: What a unit keeps at least where units differ in their ratios.
+SMALLEST_RATIO = 0.01
+
 
 @dataclass(frozen=True)
 class RankProblem:
@@ -79,7 +82,7 @@ def round_rank(unit: Unit, rank: int, multiple: int) -> int | None:
 def spread(
     units: Sequence[Unit], keep_ratio: float, pull: Callable[[Unit, float], float]
 ) -> dict[Unit, float]:
-    """Keep_ratios `pull(unit, scale)`, clipped to 0.01 ... 1, whose mean over all parameters is keep_ratio.
+    """Keep_ratios `pull(unit, scale)`, clipped to SMALLEST_RATIO ... 1, whose mean over all parameters is keep_ratio.
 
     pull: monotone in the scale, which is found by bisection; at 0 it must not exceed the target, at 1e6 it
     must not fall short of it, or the other way round.
@@ -87,7 +90,7 @@ def spread(
     total = sum(unit.dense_parameters for unit in units)
 
     def ratios(scale: float) -> dict[Unit, float]:
-        return {unit: min(1.0, max(0.01, pull(unit, scale))) for unit in units}
+        return {unit: min(1.0, max(SMALLEST_RATIO, pull(unit, scale))) for unit in units}
 
     def excess(scale: float) -> float:
         kept = sum(ratio * unit.dense_parameters for unit, ratio in ratios(scale).items())

@@ -79,11 +79,7 @@ class Spectra:
         return vectors.T @ self.weight(unit), vectors.split(unit.out_features)
 
     def _tensors(self, unit: Unit) -> dict[str, LazyTensor]:
-        return computed(self._path(unit), lambda: self._decompose(unit))
-
-    def _path(self, unit: Unit) -> Path:
-        group = f"-{fingerprint(unit.modules)}" if len(unit.modules) > 1 else ""
-        return self._folder / f"{unit.name}{group}.safetensors"
+        return computed(self._folder / unit.file_name, lambda: self._decompose(unit))
 
     def _decompose(self, unit: Unit) -> dict[str, Tensor]:
         scaling = self._scaling(_inputs_of(unit))

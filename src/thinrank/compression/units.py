@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from ..config import ModelConfig
 from ..errors import OptionError
 from .statistics import layer_of
+from .store import fingerprint
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,12 @@ class Unit:
     @property
     def name(self) -> str:
         return self.modules[0]
+
+    @property
+    def file_name(self) -> str:
+        """Of a file about the unit. Its first module may also be a unit of its own, or of other groups."""
+        group = f"-{fingerprint(self.modules)}" if len(self.modules) > 1 else ""
+        return f"{self.name}{group}.safetensors"
 
     @property
     def projection(self) -> str:
@@ -57,7 +64,7 @@ def units_of(
 
     shared: the projections of which `group_size` consecutive layers form a unit.
 
-    Raises OptionError when nothing matches.
+    Raises OptionError when nothing matches, or nothing but lm_head.
     """
     groups: dict[tuple[str, int], list[str]] = {}
     linears = {name: shape for name, shape in config.linears().items() if name != "lm_head"}
@@ -66,6 +73,11 @@ def units_of(
             projection = module.rpartition(".")[2]
             size = group_size if projection in shared else 1
             groups.setdefault((projection, layer_of(module) // size), []).append(module)
+    if not groups and fnmatchcase("lm_head", pattern):
+        raise OptionError(
+            "lm_head is never factored",
+            "it stays dense, and so does an embedding that is tied to it; name projections, like '*.mlp.*'",
+        )
     if not groups:
         raise OptionError(
             f"no module matches {pattern!r}", "names are like model.layers.0.mlp.up_proj; try '*.mlp.*'"

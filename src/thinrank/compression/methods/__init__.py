@@ -11,6 +11,7 @@ from ..method import Method
 from .adasvd import adasvd
 from .asvd import asvd
 from .basis_sharing import basis_sharing
+from .dobi_svd import dobi_svd
 from .svd import svd
 from .svd_llm import svd_llm
 from .svd_llm_v2 import svd_llm_v2
@@ -22,6 +23,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "svd-llm-v2": svd_llm_v2,
     "basis-sharing": basis_sharing,
     "adasvd": adasvd,
+    "dobi-svd": dobi_svd,
 }
 
 
