@@ -121,7 +121,10 @@ class EngineConfig:
     """Limits of one engine.
 
     kv_cache_memory: bytes for keys and values; None: enough for `max_num_seqs` sequences of
-    `max_model_len` tokens, at most 1 GiB.
+    `max_model_len` tokens, at most 1 GiB, or what gpu_memory_utilization leaves.
+    gpu_memory_utilization: share of a GPU's memory that is in use when the cache is allocated, other programs'
+    included: where kv_cache_memory is None, the cache takes what the weights leave of it. Leave some for the work on
+    prompts. On a CPU it says nothing.
     max_model_len: prompt and output together; None: what the model was trained for.
     max_num_seqs: sequences that run, so hold blocks, at a time.
     max_num_batched_tokens: prompt tokens that a step processes when no sequence decodes.
@@ -133,6 +136,7 @@ class EngineConfig:
     """
 
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -151,6 +155,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name} is {value}", "it must be at least 1")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise OptionError(f"gpu_memory_utilization is {share}", "it must be above 0, and at most 1")
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,7 @@ class SamplingParams:
         _require("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "-2 to 2")
         _require("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "-2 to 2")
         _require(
-            "repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 2, "above 0, to 2"
+            "repetition_penalty", self.repetition_penalty, 0.01 <= self.repetition_penalty <= 2, "0.01 to 2"
         )
         _require("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 or more")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, to 1")

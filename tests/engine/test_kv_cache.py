@@ -1,11 +1,13 @@
 """Invariants of the block pool, and how many blocks an engine gets."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from thinrank.config import EngineConfig
+from thinrank.engine import kv_cache
 from thinrank.engine.kv_cache import (
     DEFAULT_KV_CACHE_MEMORY,
     BlockPool,
@@ -18,6 +20,7 @@ from thinrank.model.registry import parse_config
 from tiny_hf_models import CONFIGS
 
 CONFIG = parse_config(CONFIGS["llama-gqa"].to_dict())
+CPU = torch.device("cpu")
 BLOCK_BYTES = 64 * 3 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, heads, head_dim, bytes
 
 
@@ -71,13 +74,30 @@ def test_blocks_for() -> None:
 
 
 def test_number_of_blocks() -> None:
-    assert num_kv_blocks(CONFIG, EngineConfig(max_num_seqs=3), 100, 4) == 6
+    assert num_kv_blocks(CONFIG, EngineConfig(max_num_seqs=3), 100, 4, CPU) == 6
     large = EngineConfig(max_num_seqs=10**6)
-    assert num_kv_blocks(CONFIG, large, 512, 4) == DEFAULT_KV_CACHE_MEMORY // BLOCK_BYTES
+    assert num_kv_blocks(CONFIG, large, 512, 4, CPU) == DEFAULT_KV_CACHE_MEMORY // BLOCK_BYTES
     limited = EngineConfig(kv_cache_memory=BLOCK_BYTES * 2 + 1)
-    assert num_kv_blocks(CONFIG, limited, 512, 4) == 2
+    assert num_kv_blocks(CONFIG, limited, 512, 4, CPU) == 2
     with pytest.raises(OptionError, match=f"needs {BLOCK_BYTES} bytes"):
-        num_kv_blocks(CONFIG, EngineConfig(kv_cache_memory=BLOCK_BYTES - 1), 512, 4)
+        num_kv_blocks(CONFIG, EngineConfig(kv_cache_memory=BLOCK_BYTES - 1), 512, 4, CPU)
+
+
+def test_a_share_of_the_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the share leaves beside all that is in use, weights and other programs; nothing on a CPU."""
+    share = EngineConfig(gpu_memory_utilization=0.9, max_num_seqs=10**6)
+    gpu, total = torch.device("cuda", 0), 1000 * BLOCK_BYTES
+    for used, blocks in ((0, 900), (300, 600), (899, 1)):
+        monkeypatch.setattr(
+            kv_cache, "device_memory", lambda device, u=used: (total - u * BLOCK_BYTES, total)
+        )
+        assert num_kv_blocks(CONFIG, share, 512, 4, gpu) == blocks
+        assert num_kv_blocks(CONFIG, replace(share, kv_cache_memory=5 * BLOCK_BYTES), 512, 4, gpu) == 5
+    assert num_kv_blocks(CONFIG, replace(share, max_num_seqs=1), 64, 4, gpu) == 1
+    assert num_kv_blocks(CONFIG, share, 512, 4, CPU) == DEFAULT_KV_CACHE_MEMORY // BLOCK_BYTES
+    monkeypatch.setattr(kv_cache, "device_memory", lambda device: (99 * BLOCK_BYTES, total))
+    with pytest.raises(OptionError, match="gpu_memory_utilization leaves for keys and values is 0 bytes"):
+        num_kv_blocks(CONFIG, share, 512, 4, gpu)
 
 
 def test_cache_shape() -> None:

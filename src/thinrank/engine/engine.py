@@ -45,7 +45,9 @@ class Engine:
             )
         self.decoder = decoder
         self.max_model_len = config.max_model_len or trained
-        num_blocks = num_kv_blocks(decoder.config, config, self.max_model_len, decoder.dtype.itemsize)
+        num_blocks = num_kv_blocks(
+            decoder.config, config, self.max_model_len, decoder.dtype.itemsize, decoder.device
+        )
         self.pool = BlockPool(num_blocks)
         # One block more than the pool hands out: rows that pad a decode batch write there.
         self.kv_cache = allocate_kv_cache(decoder.config, num_blocks + 1, decoder.dtype, decoder.device)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from ..config import BLOCK_SIZE, EngineConfig, ModelConfig
+from ..device import device_memory
 from ..errors import OptionError
 from ..model.batch import KVLayer
 from ..model.cost import kv_bytes_per_token
@@ -89,22 +90,29 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)
 
 
-def num_kv_blocks(config: ModelConfig, engine: EngineConfig, max_model_len: int, itemsize: int) -> int:
+def num_kv_blocks(
+    config: ModelConfig, engine: EngineConfig, max_model_len: int, itemsize: int, device: torch.device
+) -> int:
     """How many blocks the cache gets, at `itemsize` bytes an element; see `EngineConfig.kv_cache_memory`.
 
     Raises OptionError when the memory is less than one block.
     """
     block_bytes = BLOCK_SIZE * kv_bytes_per_token(config, itemsize)
     enough = engine.max_num_seqs * blocks_for(max_model_len)
-    if engine.kv_cache_memory is None:
+    if engine.kv_cache_memory is not None:
+        option, memory = "kv_cache_memory", engine.kv_cache_memory
+    elif engine.gpu_memory_utilization is not None and device.type == "cuda":
+        free, total = device_memory(device)
+        option = "what gpu_memory_utilization leaves for keys and values"
+        memory = int(engine.gpu_memory_utilization * total) - (total - free)
+    else:
         return max(1, min(DEFAULT_KV_CACHE_MEMORY // block_bytes, enough))
-    count = min(engine.kv_cache_memory // block_bytes, enough)
-    if count == 0:
+    if memory < block_bytes:
         raise OptionError(
-            f"kv_cache_memory is {engine.kv_cache_memory} bytes, less than one block of {BLOCK_SIZE} tokens",
+            f"{option} is {max(0, memory)} bytes, less than one block of {BLOCK_SIZE} tokens",
             f"this model needs {block_bytes} bytes a block",
         )
-    return count
+    return min(memory // block_bytes, enough)
 
 
 def allocate_kv_cache(

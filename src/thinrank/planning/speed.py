@@ -36,7 +36,7 @@ class Speed:
         return one_row * (1 + ROW_COST * (batch_size - 1))
 
 
-#: thinrank on an H200, benchmarks/results/h200_l7b_* and h200_l3_8b: nine launches a layer, 1.6 us each beside their bytes.
+#: thinrank on an H200, benchmarks/results/h200_l*: nine launches a layer, 1.6 us each beside their bytes.
 LOW_RANK = Speed(share=0.70, layer_s=14e-6)
 #: The same files' `thinrank-dense`: fewer launches and longer ones.
 DENSE = Speed(share=0.75, layer_s=4e-6)
