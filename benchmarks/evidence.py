@@ -30,8 +30,8 @@ STATIC = ["thinrank-dense", "hf-static", "hf-static-dense"]
 def runs() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Name -> the library call and its arguments."""
     decode = {
-        "l7b_512_32": {"baseline": [*STATIC, "compiled", "compiled-dense", "densekv", "int4-dense"]},
-        "l7b_hf_compile": {"baseline": ["hf-compile"]},
+        "l7b_512_32": {"baseline": [*STATIC, "compiled"]},
+        "l7b_more_baselines": {"baseline": ["compiled-dense", "densekv", "int4-dense", "hf-compile"]},
         "l7b_8192_128": {"input_len": 8192, "output_len": 128, "num_iters": 5},
         "l7b_batch_8": {"batch_size": 8},
         "l7b_sampled": {"temperature": 0.8, "baseline": []},

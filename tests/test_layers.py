@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "public_text": {"errors"},
     "config": {"errors"},
     "device": {"errors"},
-    "text": LEAVES,
+    "text": LEAVES | {"checkpoint"},  # names of tokenizer files
     "kernels": LEAVES,
     "model": LEAVES | {"kernels"},
     "checkpoint": LEAVES | {"model"},
@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "eval": RUNTIME
     | {"builtin_text", "public_text", "bench"},  # the same models, report and Hugging Face as are timed
     "planning": LEAVES | {"model", "checkpoint", "compression", "bench"},  # its ranks, its shapes
-    "server": RUNTIME,
+    "server": RUNTIME | {"bench"},  # the read bandwidth, for the page
     "demo": EVERYTHING - {"server"},
     "cli": EVERYTHING,
 }
@@ -60,9 +60,10 @@ EXTRA = {
     "gguf": ("checkpoint/convert", "lazily"),
     "sentencepiece": ("checkpoint/convert", "lazily"),
     "datasets": ("public_text.py", "lazily"),
+    "lm_eval": ("eval/", "at the top"),  # of harness.py, whose class is one of its classes
     "jinja2": ("text.py", "at the top"),  # a dependency of torch; chat templates raise its errors
 }
-LIBRARY = RUNTIME | {"compression", "builtin_text", "public_text"}
+LIBRARY = RUNTIME | {"compression", "builtin_text", "public_text", "eval"}
 
 SOURCES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 #: `thinrank/__init__.py` names everything, lazily; the last test covers it.

@@ -14,17 +14,15 @@ import tokenizers
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
+from .checkpoint.folder import VOCABULARY_FILES
 from .errors import CheckpointError, RequestError, UnsupportedModelError
-
-#: A folder with none of these has no tokenizer.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 def has_tokenizer(path: str | Path) -> bool:
     """Whether a folder holds tokenizer files."""
-    return any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+    return any((Path(path) / name).is_file() for name in VOCABULARY_FILES)
 
 
 class Tokenizer:
@@ -51,7 +49,13 @@ class Tokenizer:
                 f"the tokenizer of {path} is a {type(tokenizer).__name__}", "a tokenizer.json is needed"
             )
         self._tokenizer = tokenizer
+        self.path = Path(path)
         self.backend = backend
+
+    @property
+    def huggingface(self) -> Any:
+        """The transformers tokenizer, for libraries that ask for one."""
+        return self._tokenizer
 
     @property
     def bos_token_id(self) -> int | None:

@@ -343,7 +343,7 @@ def test_compress_passes_every_option_on(run: Callable[..., str], monkeypatch: p
     monkeypatch.setattr("thinrank.compression.compress", compress)
     options = (
         "--keep-ratio 0.5 --method svd --allocate loss --modules *.mlp.* --rank-multiple 8 --alpha 0.4"
-        " --group-size 3 --shared q_proj,k_proj --min-ratio 0.8 --update --seed 5 --statistics s"
+        " --group-size 3 --shared q_proj,k_proj --min-ratio 0.8 --steps 9 --update --seed 5 --statistics s"
         " --max-perplexity-increase 0.5 --perplexity-text p"
         " --calibration-text t --calibration-samples 1 --force"
     )
@@ -361,6 +361,7 @@ def test_compress_passes_every_option_on(run: Callable[..., str], monkeypatch: p
         "group_size": 3,
         "shared": ["q_proj", "k_proj"],
         "min_ratio": 0.8,
+        "steps": 9,
         "update": True,
         "seed": 5,
         "statistics": "s",

@@ -12,14 +12,15 @@ from typing import Any
 
 from ..errors import CheckpointError
 
+#: A folder with none of these has no tokenizer.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 #: Copied along unchanged, where present.
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
+    *VOCABULARY_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",

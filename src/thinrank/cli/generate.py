@@ -9,84 +9,41 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import EngineConfig, SamplingParams
+from ..config import SamplingParams
 from ..errors import OptionError
 from . import output
 from .options import (
-    ComputeDtype,
-    Device,
+    ENGINE,
+    SAMPLING,
+    EngineOptions,
     Explain,
-    IgnoreEos,
     Json,
-    KVCacheMemory,
-    MaxModelLen,
-    MaxTokens,
-    MinP,
     Model,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TokenizerFolder,
-    TopK,
-    TopP,
-    parse_size,
+    SamplingOptions,
+    with_option_groups,
 )
 
 if TYPE_CHECKING:
     from ..llm import LLM
 
 
+@with_option_groups
 def generate(
     model: Model,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="File with the text to continue; - for stdin.")
     ] = None,
-    max_tokens: MaxTokens = SamplingParams.max_tokens,
-    temperature: Temperature = SamplingParams.temperature,
-    top_p: TopP = SamplingParams.top_p,
-    top_k: TopK = SamplingParams.top_k,
-    min_p: MinP = SamplingParams.min_p,
-    seed: Seed = SamplingParams.seed,
-    stop: Stop = None,
-    repetition_penalty: RepetitionPenalty = SamplingParams.repetition_penalty,
-    ignore_eos: IgnoreEos = SamplingParams.ignore_eos,
+    sampling: SamplingOptions = SAMPLING,
     n: Annotated[int, typer.Option("--n", help="How many continuations.")] = SamplingParams.n,
-    device: Device = "auto",
-    dtype: ComputeDtype = "auto",
-    tokenizer: TokenizerFolder = None,
-    max_model_len: MaxModelLen = EngineConfig.max_model_len,
-    kv_cache_memory: KVCacheMemory = None,
+    engine: EngineOptions = ENGINE,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Continue a prompt. The text appears as it is generated."""
     text = _read_prompt(prompt, prompt_file)
-    params = SamplingParams(
-        n=n,
-        repetition_penalty=repetition_penalty,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        max_tokens=max_tokens,
-    )
-    memory = None if kv_cache_memory is None else parse_size("--kv-cache-memory", kv_cache_memory)
-
-    from ..llm import LLM
-
-    llm = LLM(
-        model,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        kv_cache_memory=memory,
-    )
+    params = sampling.params(n)
+    llm = engine.load(model)
     if explain:
         from ..engine.explain import explain as explanation_of
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from ..config import EngineConfig, SamplingParams
 from ..errors import OptionError
+
+if TYPE_CHECKING:
+    from ..llm import LLM
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Folder that thinrank convert wrote, or a dense model.")
@@ -82,3 +90,76 @@ def parse_size(option: str, text: str) -> int:
     if not 1 <= size < 2**63:
         raise OptionError(f"{option} is {text!r}", "give a size such as 512M or 24G")
     return int(size)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How to answer one request: a command's options, in the order of its help."""
+
+    max_tokens: MaxTokens = SamplingParams.max_tokens
+    temperature: Temperature = SamplingParams.temperature
+    top_p: TopP = SamplingParams.top_p
+    top_k: TopK = SamplingParams.top_k
+    min_p: MinP = SamplingParams.min_p
+    seed: Seed = SamplingParams.seed
+    stop: Stop = None
+    repetition_penalty: RepetitionPenalty = SamplingParams.repetition_penalty
+    ignore_eos: IgnoreEos = SamplingParams.ignore_eos
+
+    def params(self, n: int = SamplingParams.n) -> SamplingParams:
+        return SamplingParams(n=n, **vars(self))
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What to run a model on: a command's options."""
+
+    device: Device = "auto"
+    dtype: ComputeDtype = "auto"
+    tokenizer: TokenizerFolder = None
+    max_model_len: MaxModelLen = EngineConfig.max_model_len
+    kv_cache_memory: KVCacheMemory = None
+
+    def load(self, model: str) -> LLM:
+        """Raises OptionError for a size that is none, and what LLM does."""
+        memory = self.kv_cache_memory
+        bytes_of_cache = None if memory is None else parse_size("--kv-cache-memory", memory)
+
+        from ..llm import LLM
+
+        return LLM(model, **vars(self) | {"kv_cache_memory": bytes_of_cache})
+
+
+#: Without any option.
+SAMPLING, ENGINE = SamplingOptions(), EngineOptions()
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer takes it: a parameter of a dataclass becomes an option a field.
+
+    Such a parameter needs a default, whose fields are the options' defaults.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        group, default = parameter.annotation, parameter.default
+        if not (isinstance(group, type) and is_dataclass(group)):
+            parameters.append(parameter)
+            continue
+        groups[parameter.name] = group
+        hints = get_type_hints(group, include_extras=True)
+        parameters += [
+            parameter.replace(
+                name=field.name, annotation=hints[field.name], default=getattr(default, field.name)
+            )
+            for field in fields(group)
+        ]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
 def show_progress() -> bool:
     """Whether progress bars, which go to stderr, have somebody to watch them."""
     return sys.stderr.isatty()
+
+
+def progress() -> Callable[[str], None]:
+    """Shows on stderr what a long command is at, where somebody watches."""
+    return (lambda text: write_message("progress", text)) if show_progress() else lambda text: None
+
+
+def command_line() -> str:
+    """What was typed, for the header of a report."""
+    return shlex.join(["thinrank", *sys.argv[1:]])
 
 
 def write(text: str) -> None:

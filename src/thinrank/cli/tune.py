@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,9 +57,7 @@ def tune(
         device=device,
         seed=seed,
         output=output_file,
-        on_progress=partial(output.write_message, "progress")
-        if output.show_progress()
-        else lambda text: None,
+        on_progress=output.progress(),
     )
     if json:
         output.write_json(report.to_json())

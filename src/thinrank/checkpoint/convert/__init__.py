@@ -21,6 +21,7 @@ from ...errors import CheckpointError, unknown_name
 from ...model.registry import parse_config
 from ...version import __version__
 from ..detect import detect_family
+from ..folder import VOCABULARY_FILES
 from ..format import LowRankSection, expected_tensors
 from ..load import DTYPES, check_tensors
 from ..save import check_destination, save_checkpoint
@@ -98,7 +99,7 @@ def convert(
         dtypes=_count_dtypes(ordered),
         from_base=from_base,
         dropped=dropped,
-        tokenizer=any(name in tokenizer for name in ("tokenizer.json", "tokenizer.model", "vocab.json")),
+        tokenizer=any(name in tokenizer for name in VOCABULARY_FILES),
         sha256={path.name: _sha256(path, progress) for path in foreign.weights},
     )
     config["torch_dtype"] = max(report.dtypes, key=lambda name: report.dtypes[name])
