@@ -9,6 +9,7 @@ import pytest
 
 from thinrank.bench import ablation as ablation_module
 from thinrank.bench import sweep as sweep_module
+from thinrank.bench import throughput as throughput_module
 from thinrank.bench import timing
 from thinrank.bench.ablation import AblationRow
 from thinrank.bench.gate import Check
@@ -72,7 +73,9 @@ def test_verify(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ms/token" not in text
 
 
-@pytest.mark.parametrize("command", ["bench", "bench latency", "bench ablation", "bench sweep"])
+@pytest.mark.parametrize(
+    "command", ["bench", "bench latency", "bench ablation", "bench sweep", "bench throughput", "bench serve"]
+)
 def test_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([*command.split(), "--help"]) == 0
     assert f"thinrank {command} " in capsys.readouterr().out
@@ -91,10 +94,10 @@ def test_options_and_defaults_are_those_of_the_library() -> None:
         assert options[name].default == known[name].default
 
 
-@pytest.mark.parametrize("name", ["ablation", "sweep"])
-def test_options_and_defaults_of_the_other_two(name: str) -> None:
+@pytest.mark.parametrize("name", ["ablation", "sweep", "throughput"])
+def test_options_and_defaults_of_the_others(name: str) -> None:
     options = inspect.signature(getattr(commands, name)).parameters
-    module = {"ablation": ablation_module, "sweep": sweep_module}[name]
+    module = {"ablation": ablation_module, "sweep": sweep_module, "throughput": throughput_module}[name]
     known = inspect.signature(getattr(module, name)).parameters
     assert set(options) - {"json"} == set(known) - {"command", "on_progress"}
     for option in set(options) - {"json"}:
@@ -147,6 +150,24 @@ def test_the_tables_without_a_gpu(
         assert cell in text
 
 
+def test_the_table_of_many_streams(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--streams 1,2 --input-len 5 --output-len 3 --prefix-len 128 --num-iters 1 --num-iters-warmup 0"
+    assert main(["bench", "throughput", "--shape", "tiny", "--device", "cpu", *sizes.split()]) == 0
+    text = capsys.readouterr().out
+    assert "tiny, bfloat16" in text and "checked    thinrank x2: decode logits within" in text
+    for cell in (
+        "thinrank 0.5",
+        "thinrank-dense 1",
+        "decode tok/s",
+        "of dense",
+        "of 1",
+        "1.00x",
+        "128",
+        "64",
+    ):
+        assert cell in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -171,6 +192,9 @@ def test_the_tables_without_a_gpu(
         ),
         ("bench sweep --input-lens 0.5", "--input-lens is '0.5'"),
         ("bench sweep --contexts 0", "context is 0"),
+        ("bench throughput", "there is no model: pass one of MODEL and --shape NAME"),
+        ("bench throughput --shape tiny --device cpu --streams 1,x", "--streams is '1,x'"),
+        ("bench throughput --shape tiny --device cpu --streams 0", "streams is 0"),
     ],
 )
 def test_mistakes(arguments: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -230,83 +230,6 @@ def test_generate_reads_the_prompt_from_a_file(
     assert from_file["prompt"] == "größer\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("größer\n".encode())))
     assert json.loads(run("generate", model, "--prompt-file", "-", *options))["prompt"] == "größer\n"
-
-
-# chat
-
-
-class Conversation:
-    """Stands in for `LLM`: records the messages of each turn and answers with their number."""
-
-    turns: list[list[dict[str, str]]]
-
-    def __init__(self) -> None:
-        self.turns = []
-        self.tokenizer = SimpleNamespace(render_chat=lambda *_, **__: "")
-
-    def stream_chat(self, messages: list[dict[str, str]], *_: Any, **__: Any) -> Iterator[SimpleNamespace]:
-        self.turns.append(list(messages))
-        yield SimpleNamespace(text="answer ")
-        if messages[-1]["content"] == "interrupt":
-            raise KeyboardInterrupt
-        yield SimpleNamespace(text=str(len(self.turns)))
-
-
-@pytest.fixture
-def conversation(monkeypatch: pytest.MonkeyPatch) -> Conversation:
-    conversation = Conversation()
-    monkeypatch.setattr("thinrank.llm.LLM", lambda *_, **__: conversation)
-    return conversation
-
-
-def message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def test_chat_answers_piped_lines_with_history(
-    run: Callable[..., str], conversation: Conversation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\n two \n/reset\nthree\n/exit\nfour\n"))
-    assert run("chat", "model", "--system", "be brief") == "answer 1\nanswer 2\nanswer 3\n"
-    system = message("system", "be brief")
-    assert conversation.turns == [
-        [system, message("user", "one")],
-        [system, message("user", "one"), message("assistant", "answer 1"), message("user", "two")],
-        [system, message("user", "three")],
-    ]
-
-
-def test_chat_with_one_prompt(run: Callable[..., str], conversation: Conversation) -> None:
-    assert run("chat", "model", "--prompt", "one") == "answer 1\n"
-    assert conversation.turns == [[message("user", "one")]]
-
-
-def test_chat_at_a_terminal(
-    run: Callable[..., str], conversation: Conversation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C ends an answer or a half-typed line, Ctrl-D the conversation."""
-    typed = iter(["one", KeyboardInterrupt(), "interrupt", "two", EOFError()])
-
-    def fake_input(prompt: str) -> str:
-        event = next(typed)
-        if isinstance(event, str):
-            return event
-        raise event
-
-    monkeypatch.setattr("builtins.input", fake_input)
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
-    assert run("chat", "model") == "answer 1\n\nanswer \nanswer 3\n\n"
-    assert conversation.turns[-1][2:] == [
-        *(message("user", "interrupt"), message("assistant", "answer "), message("user", "two"))
-    ]
-
-
-def test_chat_with_a_model(run: Callable[..., str], model: str, tmp_path: Path) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    options = ("--temperature", "0", "--max-tokens", "3")
-    answer = run("chat", model, "--prompt", "hello", "--chat-template", template, *options)
-    assert answer == run("generate", model, "--prompt", "user: hello\n", *options)
 
 
 # compress, demo

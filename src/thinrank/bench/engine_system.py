@@ -20,8 +20,8 @@ def engine_config(model: BenchModel, batch_size: int, length: int) -> EngineConf
     """Room for `batch_size` sequences of `length` tokens, and no more; a repeated prompt is computed again."""
     block_bytes = BLOCK_SIZE * kv_bytes_per_token(model.config, model.dtype.itemsize)
     return EngineConfig(
-        batch_size * blocks_for(length) * block_bytes,
-        length,
+        kv_cache_memory=batch_size * blocks_for(length) * block_bytes,
+        max_model_len=length,
         max_num_seqs=batch_size,
         enable_prefix_caching=False,
     )

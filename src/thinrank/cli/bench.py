@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -12,6 +11,7 @@ import typer
 
 from ..errors import OptionError
 from . import output
+from .bench_serve import serve
 from .options import Device, Explain, Json, OptionalModel, RandomKeepRatio, RandomShape, RandomStructure
 
 if TYPE_CHECKING:
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
     from ..bench.ablation import AblationRow
     from ..bench.latency import LatencyRow
-    from ..bench.report import Report
+    from ..bench.report import Report, Row
     from ..bench.sweep import SweepRow
+    from ..bench.throughput import ThroughputRow
 
 Number = TypeVar("Number", int, float)
 
 bench = typer.Typer(help="Measure speed: thinrank beside Hugging Face, a compiler, int4 and the dense model.")
+bench.command()(serve)
 
 
 Shape = Annotated[
@@ -83,7 +85,8 @@ def latency(
     """Time to the first token and time per token, after a check that the logits are right."""
     from ..bench.latency import latency
 
-    report = latency(
+    run = partial(
+        latency,
         model,
         shape=shape,
         structure=structure,
@@ -101,10 +104,8 @@ def latency(
         output_json=output_json,
         verify=verify,
         explain=explain,
-        command=shlex.join(["thinrank", *sys.argv[1:]]),
-        on_progress=_show if output.show_progress() else lambda text: None,
     )
-    _print(report, json, lambda: _latency_table(report))
+    _report(run, json, _latency_table)
 
 
 @bench.command()
@@ -128,7 +129,8 @@ def ablation(
     """
     from ..bench.ablation import ablation
 
-    report = ablation(
+    run = partial(
+        ablation,
         shape,
         keep_ratio=keep_ratio,
         context_len=context_len,
@@ -138,11 +140,9 @@ def ablation(
         device=device,
         seed=seed,
         output_json=output_json,
-        command=shlex.join(["thinrank", *sys.argv[1:]]),
-        on_progress=_show if output.show_progress() else lambda text: None,
     )
     title = "{shape}, {structure}, keep_ratio {keep_ratio:.3g}, {dtype}, batch 1, context {context_len}"
-    _print(report, json, lambda: _table(title.format(**report.header), report.rows, _ABLATION_COLUMNS))
+    _report(run, json, lambda report: _table(title.format(**report.header), report.rows, _ABLATION_COLUMNS))
 
 
 @bench.command()
@@ -169,7 +169,8 @@ def sweep(
     """Time to the first token by prompt length, time per token by context, for several keep_ratios."""
     from ..bench.sweep import sweep
 
-    report = sweep(
+    run = partial(
+        sweep,
         shape,
         structure=structure,
         keep_ratios=_numbers("--keep-ratios", keep_ratios, float),
@@ -181,11 +182,61 @@ def sweep(
         device=device,
         seed=seed,
         output_json=output_json,
-        command=shlex.join(["thinrank", *sys.argv[1:]]),
-        on_progress=_show if output.show_progress() else lambda text: None,
     )
     title = "{shape}, {dtype}, batch 1"
-    _print(report, json, lambda: _table(title.format(**report.header), report.rows, _SWEEP_COLUMNS))
+    _report(run, json, lambda report: _table(title.format(**report.header), report.rows, _SWEEP_COLUMNS))
+
+
+@bench.command()
+def throughput(
+    model: OptionalModel = None,
+    shape: RandomShape = None,
+    structure: RandomStructure = "uniform",
+    keep_ratio: RandomKeepRatio = 0.5,
+    streams: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Numbers of requests at a time.")
+    ] = "1,8,32,64",
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 256,
+    output_len: Annotated[int, typer.Option(help="Tokens that each generates.")] = 128,
+    prefix_len: Annotated[
+        int,
+        typer.Option(help="Tokens of a prompt that shares all but its end with an earlier one; 0 for none."),
+    ] = 2048,
+    num_iters: Annotated[int, typer.Option(help="Runs to measure.")] = 3,
+    num_iters_warmup: Annotated[int, typer.Option(help="Runs before them that do not count.")] = 1,
+    dtype: Annotated[
+        str,
+        typer.Option(help="auto, float32, float16 or bfloat16. auto: as stored; bfloat16 for --shape."),
+    ] = "auto",
+    device: Device = "auto",
+    seed: RandomSeed = 0,
+    output_json: OutputJson = None,
+    json: Json = False,
+) -> None:
+    """Many requests at a time in one engine, low-rank beside dense, and what a shared prompt saves.
+
+    All requests of a run arrive at once. For a server over HTTP: thinrank bench serve.
+    """
+    from ..bench.throughput import throughput
+
+    run = partial(
+        throughput,
+        model,
+        shape=shape,
+        structure=structure,
+        keep_ratio=keep_ratio,
+        streams=_numbers("--streams", streams, int),
+        input_len=input_len,
+        output_len=output_len,
+        prefix_len=prefix_len,
+        num_iters=num_iters,
+        num_iters_warmup=num_iters_warmup,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        output_json=output_json,
+    )
+    _report(run, json, _throughput_table)
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
@@ -196,12 +247,12 @@ def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Numb
         raise OptionError(f"{option} is {text!r}", "give numbers with commas between them") from error
 
 
-def _show(text: str) -> None:
-    output.write_message("progress", text)
+def _report(measure: Callable[..., Report[Row]], json: bool, table: Callable[[Report[Row]], Table]) -> None:
+    """Measure and print: one line of JSON, the last of a log; or where and how, and the table if there are rows.
 
-
-def _print(report: Report[Any], json: bool, table: Callable[[], Table]) -> None:
-    """One line of JSON, the last of a log; or where and how it was measured, and the table if there are rows."""
+    measure: a library call that lacks what only the command line knows.
+    """
+    report = measure(command=output.command_line(), on_progress=output.progress())
     if json:
         output.write(dumps(report.to_json(), allow_nan=False) + "\n")
         return
@@ -227,7 +278,7 @@ def _print(report: Report[Any], json: bool, table: Callable[[], Table]) -> None:
         lines += [f"explained  {system}", *(f"  {line}" for line in explanation)]
     output.write_lines(lines)
     if report.rows:
-        output.print_table(table())
+        output.print_table(table(report))
 
 
 def _table(title: str, rows: Iterable[Any], columns: dict[str, Callable[[Any], str]]) -> Table:
@@ -307,3 +358,30 @@ _SWEEP_COLUMNS: dict[str, Callable[[SweepRow], str]] = {
     "MBU": lambda row: _optional(row.mbu, "{:.1%}"),
     "read/step": lambda row: "-" if row.bytes_per_step is None else output.format_bytes(row.bytes_per_step),
 }
+
+
+def _throughput_table(report: Report[ThroughputRow]) -> Table:
+    """Beside what was measured: how it compares to fewer streams of the same system, and to the dense model."""
+    title = f"{report.header['shape']}, {report.header['dtype']}"
+    least = min(row.streams for row in report.rows if row.tpot_ms is not None)
+    one_user = {row.system: row.tpot_ms for row in report.rows if row.tpot_ms and row.streams == least}
+    dense = {row.streams: row.decode_tokens_per_s for row in report.rows if row.structure == "dense"}
+
+    def factor(value: float | None, of: float | None) -> str:
+        return f"{value / of:.2f}x" if value and of else "-"
+
+    columns: dict[str, Callable[[ThroughputRow], str]] = {
+        "system": lambda row: f"{row.system} {row.keep_ratio:.3g}",
+        "streams": lambda row: f"{row.streams}",
+        "tokens in": lambda row: f"{row.input_len}",
+        "cached": lambda row: f"{row.cached_len}",
+        "out": lambda row: f"{row.output_len}",
+        "TTFT ms": lambda row: f"{row.ttft_ms:.2f}",
+        "ms/token": lambda row: _optional(row.tpot_ms, "{:.3f}"),
+        f"of {least}": lambda row: factor(row.tpot_ms, one_user[row.system]),
+        "gap p99 ms": lambda row: _optional(row.itl_ms_p99, "{:.2f}"),
+        "decode tok/s": lambda row: _optional(row.decode_tokens_per_s, "{:.1f}"),
+        "of dense": lambda row: factor(row.decode_tokens_per_s, dense.get(row.streams)),
+        "tok/s in all": lambda row: _optional(row.output_tokens_per_s, "{:.1f}"),
+    }
+    return _table(title, report.rows, columns)
