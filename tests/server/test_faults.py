@@ -75,6 +75,19 @@ def test_a_client_that_reads_nothing_is_cut_off(folder: Path, monkeypatch: pytes
         assert connection.fileno() >= 0
 
 
+def test_events_are_not_held_back() -> None:
+    """Nagle's algorithm would wait 40 ms for the client's delayed acknowledgement of the event before."""
+    with (
+        closing(run.bind("127.0.0.1", 0)) as listener,
+        closing(socket.socket()) as client,
+    ):
+        listener.listen()
+        client.connect(listener.getsockname())
+        connection, _ = listener.accept()
+        with closing(connection):
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_stops_the_engine(server: Served, stream: bool) -> None:
     with closing(send(server, LONG | {"stream": stream, "n": 2})) as connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import signal
 import socket
@@ -29,11 +30,25 @@ UNREAD_TIMEOUT_MS = 60_000
 _LAST_WORDS = 5.0
 #: Python lets a thread that wants to run wait up to 5 ms for the one that runs; a decode step takes less than that.
 _SWITCH_INTERVAL = 0.0005
+
+
+class _WithoutStats(logging.Filter):
+    """Of the access log: every open page asks for them once a second."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (isinstance(record.args, tuple) and "/stats" in record.args)
+
+
 _LOGGING = {
     **uvicorn.config.LOGGING_CONFIG,
     "loggers": {
         **uvicorn.config.LOGGING_CONFIG["loggers"],
         "thinrank.server": {"handlers": ["default"], "level": "INFO", "propagate": False},
+    },
+    "filters": {"without_stats": {"()": _WithoutStats}},
+    "handlers": {
+        **uvicorn.config.LOGGING_CONFIG["handlers"],
+        "access": {**uvicorn.config.LOGGING_CONFIG["handlers"]["access"], "filters": ["without_stats"]},
     },
 }
 
@@ -64,6 +79,8 @@ def bind(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # asyncio sets it only on sockets that name their protocol; without it a stream's first events wait 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_MS)
         listener.bind(address)
