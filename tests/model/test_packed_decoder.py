@@ -32,11 +32,11 @@ TABLES = torch.tensor([[3, 1], [2, 7]], device=DEVICE)
 LENGTH = 70
 
 
-def models(model_type, choose, *, tied=False, **changes):
+def models(model_type, choose, *, tied=False, low_rank_head=False, **changes):
     """The same random weights in both decoders. choose: which modules are low-rank."""
     raw = tiny_config(model_type, **SIZES, **changes)
     parsed = parse_config(raw)
-    modules = [m for i, m in enumerate(parsed.linears()) if m != "lm_head" and choose(i)]
+    modules = [m for i, m in enumerate(parsed.linears()) if (low_rank_head or m != "lm_head") and choose(i)]
     dense, factors = low_rank(random_tensors(raw), {m: 1 + (7 * i) % 61 for i, m in enumerate(modules)})
     tensors = dict(dense)
     for module, (factor_in, factor_out) in factors.items():
@@ -77,6 +77,7 @@ CASES = {
     "q/k norm": lambda: models("qwen3", MIXED),
     "window": lambda: models("mistral", EVERY, sliding_window=40),
     "shared factor": lambda: models("llama", EVERY, tied=True),
+    "low-rank head": lambda: models("llama", EVERY, low_rank_head=True),
 }
 
 

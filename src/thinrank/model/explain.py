@@ -43,7 +43,8 @@ def describe_step(decoder: PackedDecoder) -> tuple[LaunchGroup, ...]:
     for index in range(len(decoder.layers)):
         layers.setdefault(_describe_layer(decoder, index), []).append(index)
     head = (
-        _gemv(decoder, "norm_project", [decoder.lm_head]),
+        *_latents(decoder, decoder.lm_head),
+        _gemv(decoder, "project" if decoder.lm_head.inputs else "norm_project", decoder.lm_head.outputs),
         LaunchDescription("greedy", f"{config.vocab_size} logits"),
         LaunchDescription("sample", "in a graph of its own, when a row has a temperature"),
     )

@@ -27,7 +27,6 @@ from ..kernels.project import project, project_residual
 from ..kernels.project_rope import project_rope
 from ..kernels.project_silu_mul import project_silu_mul
 from ..kernels.sample import RowSampling, SampleWorkspace, sample
-from ..kernels.segments import Segments
 from ..kernels.settings_file import settings_for
 from ..kernels.tuning import MAX_SPLITS, GemvConfig, Launch, LaunchSettings
 from ..kernels.workspace import SplitWorkspace
@@ -35,7 +34,7 @@ from .batch import ForwardBatch, KVLayer
 from .gemm_layers import GemmLayer, run_layers
 from .gemms import multiply_into
 from .layers import TensorSource
-from .packing import ALIGNMENT, ArenaBuilder, Matrix, PackedLayer, PackedProjections
+from .packing import ALIGNMENT, ArenaBuilder, Matrix, PackedLayer, PackedProjections, padded
 from .prefill import prefill
 from .rope import RotaryEmbedding
 from .wide_step import SequenceRows
@@ -96,7 +95,7 @@ class PackedDecoder:
     embed_tokens: Tensor
     layers: tuple[PackedLayer, ...]
     norm: Tensor
-    lm_head: Matrix
+    lm_head: PackedProjections
     rotation: Tensor
     pdl: bool
     launch_settings: LaunchSettings = field(default_factory=LaunchSettings)
@@ -137,12 +136,10 @@ class PackedDecoder:
                     sliding_window=window,
                 )
             )
-        shape = (config.vocab_size, config.hidden_size)
+        lm_head = builder.lm_head()
         if config.tie_word_embeddings:
-            lm_head = builder.dense("model.embed_tokens.weight", *shape)
-            embed_tokens = lm_head.view(builder.arena)
+            embed_tokens = lm_head.outputs[0].view(builder.arena)
         else:
-            lm_head = builder.projections(["lm_head"]).outputs[0]
             embed_tokens = get("model.embed_tokens.weight").to(device=device, dtype=dtype)
         rope = RotaryEmbedding.build(config.rope, config.head_dim, device)
         rotation = torch.stack(rope.rotation(torch.arange(max_model_len, device=device)), dim=1).contiguous()
@@ -197,7 +194,7 @@ class PackedDecoder:
         latent_width = max(
             packed.latent_width
             for layer in self.layers
-            for packed in (layer.qkv, layer.o, layer.gate_up, layer.down)
+            for packed in (layer.qkv, layer.o, layer.gate_up, layer.down, self.lm_head)
         )
         attention_width = config.num_attention_heads * config.head_dim
         return GemvState(
@@ -305,11 +302,16 @@ class PackedDecoder:
 
     def head_step(self, state: GemvState) -> None:
         """Logits, the most likely token, and the state advanced to it."""
-        head = Segments.of([(self.lm_head.offset, self.lm_head.rows, self.lm_head.width, 0, 0)])
-        norm_project(
-            state.scaled, state.squares, self.config.rms_norm_eps, self.arena, head, state.logits, state.splits,
-            config=self.settings("norm_project", self.lm_head.rows, self.lm_head.width), pdl=self.pdl,
-        )  # fmt: skip
+        matrix = self.lm_head.outputs[0]
+        if self.lm_head.inputs:
+            self._latents(state, self.lm_head)
+            self._project(state, state.latents, matrix, state.logits)
+        else:
+            norm_project(
+                state.scaled, state.squares, self.config.rms_norm_eps, self.arena, self.lm_head.factor_out,
+                state.logits, state.splits,
+                config=self.settings("norm_project", matrix.rows, matrix.width), pdl=self.pdl,
+            )  # fmt: skip
         self._choose(state)
 
     def _choose(self, state: DecodeState) -> None:
@@ -339,14 +341,16 @@ class PackedDecoder:
             state.splits, config=self.settings("norm_project", rows, self.config.hidden_size), pdl=self.pdl,
         )  # fmt: skip
 
+    def _project(self, state: GemvState, x: Tensor, matrix: Matrix, out: Tensor) -> None:
+        project(
+            x, self.arena, matrix.offset, matrix.rows, matrix.width, out, state.splits,
+            config=self.settings("project", matrix.rows, matrix.width), pdl=self.pdl,
+        )  # fmt: skip
+
     def _add(self, state: GemvState, packed: PackedProjections, x: Tensor, next_norm: Tensor) -> None:
         """Add one projection of x to the residual stream."""
         if packed.inputs:
-            matrix = packed.inputs[0]
-            project(
-                x, self.arena, matrix.offset, matrix.rows, matrix.width, state.latents, state.splits,
-                config=self.settings("project", matrix.rows, matrix.width), pdl=self.pdl,
-            )  # fmt: skip
+            self._project(state, x, packed.inputs[0], state.latents)
             x = state.latents
         matrix = packed.outputs[0]
         project_residual(
@@ -383,7 +387,9 @@ class PackedDecoder:
         """The head of `hidden` plus what it still lacks (`run_layers`), into `logits`."""
         normed = torch.empty(hidden.shape, dtype=self.dtype, device=self.device)
         add_rms_norm(hidden, projection, bias, self.norm, self.config.rms_norm_eps, normed)
-        multiply_into(logits, normed, self.lm_head.view(self.arena).t())
+        for matrix in self.lm_head.inputs:
+            normed = torch.mm(normed, matrix.view(self.arena, padded(matrix.rows)).t())
+        multiply_into(logits, normed, self.lm_head.outputs[0].view(self.arena).t())
 
     @cached_property
     def _gemm_layers(self) -> tuple[GemmLayer, ...]:

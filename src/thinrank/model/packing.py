@@ -127,6 +127,15 @@ class ArenaBuilder:
             bias=torch.cat([bias for bias in biases if bias is not None]) if biases[0] is not None else None,
         )
 
+    def lm_head(self) -> PackedProjections:
+        """The embedding itself where the two are tied."""
+        config = self._config
+        if not config.tie_word_embeddings:
+            return self.projections(["lm_head"])
+        matrix = self.dense("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        segment = (matrix.offset, matrix.rows, matrix.width, NO_LATENTS, 0)
+        return PackedProjections(None, Segments.of([segment]), (), (matrix,), (NO_LATENTS,), 0, None)
+
     def dense(self, name: str, rows: int, width: int) -> Matrix:
         """Place a dense matrix by its tensor name."""
         if name not in self._placed:
