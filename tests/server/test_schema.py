@@ -34,6 +34,8 @@ OPERATIONS = [
     ("GET", "/health"),
     ("GET", "/version"),
     ("GET", "/metrics"),
+    ("GET", "/stats"),
+    ("GET", "/ranks"),
     ("GET", "/tokenizer_info"),
 ]
 MAX_EXAMPLES = {"POST": 25, "GET": 3}

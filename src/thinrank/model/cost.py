@@ -39,13 +39,18 @@ def dense_config(config: ModelConfig) -> ModelConfig:
     return replace(config, ranks={}, tied_factors={})
 
 
+def module_parameters(config: ModelConfig) -> dict[str, int]:
+    """Weights and biases of each projection; a factor that several share counts in the one that stores it."""
+    tied = {name.removesuffix(".factor_in.weight") for name in config.tied_factors}
+    return {
+        module: _linear_parameters(shape, config.ranks.get(module), owns_factor_in=module not in tied)
+        for module, shape in config.linears().items()
+    }
+
+
 def linear_parameters(config: ModelConfig) -> int:
     """Weights and biases of all projections; a factor that several modules share counts once."""
-    tied = {name.removesuffix(".factor_in.weight") for name in config.tied_factors}
-    return sum(
-        _linear_parameters(shape, config.ranks.get(module), owns_factor_in=module not in tied)
-        for module, shape in config.linears().items()
-    )
+    return sum(module_parameters(config).values())
 
 
 def parameters(config: ModelConfig) -> int:

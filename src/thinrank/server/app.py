@@ -18,6 +18,8 @@ from .completions import start_completion
 from .config import ServerConfig
 from .errors import bad_request, install_handlers
 from .middleware import ApiKeys, BodyLimit, ConcurrencyLimit, CountResponses
+from .page import PageModel, add_page
+from .ranks import Ranks
 from .responses import (
     ChatCompletion,
     Completion,
@@ -38,6 +40,7 @@ from .schema import (
     TokenizeRequest,
 )
 from .service import Service
+from .stats import Stats
 from .streaming import EventStream, while_connected
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -71,6 +74,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     _add_completion_routes(app, service)
     _add_model_routes(app, service)
     _add_tokenizer_routes(app, service)
+    _add_page_routes(app, service)
     install_handlers(app)
     # The one added last is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=config.max_request_bytes)
@@ -175,6 +179,31 @@ def _add_tokenizer_routes(app: FastAPI, service: Service) -> None:
             pad_token=tokenizer.pad_token,
             chat_template=service.config.chat_template or service.tokenizer.chat_template,
         )
+
+
+def _add_page_routes(app: FastAPI, service: Service) -> None:
+    add_page(app)
+
+    @app.get("/page/model", include_in_schema=False)
+    async def page_model() -> PageModel:
+        template = service.config.chat_template or service.tokenizer.chat_template
+        return PageModel(
+            name=service.config.served_model_names[0],
+            max_model_len=service.max_model_len,
+            has_chat_template=template is not None,
+            defaults=service.defaults,
+        )
+
+    @app.get("/stats")
+    async def stats() -> Stats:
+        """The running engine in numbers."""
+        service.worker.check_alive()
+        return service.stats.read()
+
+    @app.get("/ranks")
+    async def ranks() -> Ranks:
+        """Rank and parameters of every projection."""
+        return service.ranks
 
 
 async def _whole(work: Any, request: Request) -> Any:

@@ -12,9 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
 from .metrics import Metrics
+from .page import PAGE_PATHS
 
-#: For probes and scrapers, which have no key.
-OPEN_PATHS = {"/health", "/metrics", "/version", "/openapi.json"}
+#: For probes and scrapers, which have no key, and for browsers, in which the page asks for it.
+OPEN_PATHS = {"/health", "/metrics", "/version", "/openapi.json", *PAGE_PATHS}
 #: Those that occupy the engine.
 COMPLETION_PATHS = {"/v1/completions", "/v1/chat/completions"}
 #: Seconds in which a body must arrive.

@@ -20,8 +20,10 @@ from .forms import grammar_source
 from .generation import Generation, Prompt
 from .grammar import Constraint, Grammars
 from .metrics import Metrics
+from .ranks import describe_ranks
 from .sampling import model_defaults, sampling_params
 from .schema import ChatCompletionRequest, ChatFields, CompletionRequest, Message
+from .stats import StatsReader
 from .token_text import TokenTexts
 from .unknown_fields import UnknownFields
 from .worker import EngineWorker
@@ -43,6 +45,8 @@ class Service:
         self.vocab_size = llm.config.vocab_size
         self.max_model_len = llm.engine.max_model_len
         self.worker = EngineWorker(llm.engine)
+        self.stats = StatsReader(llm, self.worker.pace)
+        self.ranks = describe_ranks(llm.config)
         self.metrics = Metrics(config.served_model_names[0], llm.engine.stats)
         self.token_texts = TokenTexts(llm.tokenizer)
         self.started = int(time.time())

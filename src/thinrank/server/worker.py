@@ -20,6 +20,7 @@ from ..config import SamplingParams
 from ..engine.engine import Engine
 from ..engine.sequence import TokenOutput
 from ..errors import ThinrankError
+from .pace import Pace
 
 logger = logging.getLogger("thinrank.server")
 
@@ -76,6 +77,7 @@ class EngineWorker:
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self.pace = Pace(engine)
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._feeds: dict[str, TokenFeed] = {}
         self._numbers = count()
@@ -163,7 +165,7 @@ class EngineWorker:
 
     def _step(self) -> None:
         try:
-            tokens = self.engine.step()
+            tokens = self.pace.step()
         except ThinrankError as error:
             # That ends whatever ran, and harms nothing that comes later.
             logger.error("a step failed: %s", error)
