@@ -32,4 +32,4 @@ def test_the_readme_names_every_command():
         "options",
         "output",
     }
-    assert not [command for command in commands if f"thinrank {command}" not in readme]
+    assert not [command for command in commands if f"thinrank {command.replace('_', ' ')}" not in readme]
