@@ -74,6 +74,7 @@ class Packing:
             packing.fill(each, tensor)
 
     def fill(self, shard_id: ShardId, tensor: Tensor) -> None:
+        """Take this process's part of a whole tensor."""
         shard = self.shards[shard_id]
         if tuple(tensor.shape) != shard.shape:
             raise CheckpointError(
@@ -90,6 +91,7 @@ class Packing:
         self.views(self.parameter.data)[shard_id][shard.destination].copy_(tensor[shard.source])
 
     def missing(self) -> Iterator[str]:
+        """Names of the tensors that have not been loaded."""
         for shard_id, shard in self.shards.items():
             if shard_id not in self.loaded:
                 yield shard.name
@@ -105,11 +107,11 @@ class Factors:
 
     def pack(self, shards: Mapping[ShardId, Shard], dtype: torch.dtype, layer: str) -> Packing:
         """A packing of these shards; another layer's, where all are tied to its, so that they are in memory once."""
+        if not shards:
+            return Packing(shards, dtype, self, layer)
         key = (dtype, *shards.items())
-        if shards and key in self._packings:
-            return self._packings[key]
-        packing = Packing(shards, dtype, self, layer)
-        for shard_id, shard in shards.items():
-            self.waiting.setdefault(shard.name, []).append((packing, shard_id))
-        self._packings[key] = packing
-        return packing
+        if key not in self._packings:
+            self._packings[key] = packing = Packing(shards, dtype, self, layer)
+            for shard_id, shard in shards.items():
+                self.waiting.setdefault(shard.name, []).append((packing, shard_id))
+        return self._packings[key]
