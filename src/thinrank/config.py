@@ -120,11 +120,11 @@ class ModelConfig:
 class EngineConfig:
     """Limits of one engine.
 
-    kv_cache_memory: bytes for keys and values; None: enough for `max_num_seqs` sequences of
-    `max_model_len` tokens, at most 1 GiB, or what gpu_memory_utilization leaves.
+    kv_cache_memory: bytes for keys and values, of which no more are taken than `max_num_seqs` sequences of
+    `max_model_len` tokens need; None: on a GPU what gpu_memory_utilization leaves, on a CPU 4 GiB, of which only what
+    is used counts.
     gpu_memory_utilization: share of a GPU's memory that is in use when the cache is allocated, other programs'
-    included: where kv_cache_memory is None, the cache takes what the weights leave of it. Leave some for the work on
-    prompts. On a CPU it says nothing.
+    included. Leave some for the work on prompts.
     max_model_len: prompt and output together; None: what the model was trained for.
     max_num_seqs: sequences that run, so hold blocks, at a time.
     max_num_batched_tokens: prompt tokens that a step processes when no sequence decodes.
@@ -136,7 +136,7 @@ class EngineConfig:
     """
 
     kv_cache_memory: int | None = None
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -156,7 +156,7 @@ class EngineConfig:
             if value is not None and value < 1:
                 raise OptionError(f"{name} is {value}", "it must be at least 1")
         share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
+        if not 0 < share <= 1:
             raise OptionError(f"gpu_memory_utilization is {share}", "it must be above 0, and at most 1")
 
 

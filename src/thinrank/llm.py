@@ -54,7 +54,7 @@ class LLM:
         dtype: str = "auto",
         max_model_len: int | None = EngineConfig.max_model_len,
         kv_cache_memory: int | None = EngineConfig.kv_cache_memory,
-        gpu_memory_utilization: float | None = EngineConfig.gpu_memory_utilization,
+        gpu_memory_utilization: float = EngineConfig.gpu_memory_utilization,
         max_num_seqs: int = EngineConfig.max_num_seqs,
         max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
         max_num_prefill_tokens_while_decoding: int = EngineConfig.max_num_prefill_tokens_while_decoding,

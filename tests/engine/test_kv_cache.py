@@ -9,7 +9,7 @@ import torch
 from thinrank.config import EngineConfig
 from thinrank.engine import kv_cache
 from thinrank.engine.kv_cache import (
-    DEFAULT_KV_CACHE_MEMORY,
+    CPU_KV_CACHE_MEMORY,
     BlockPool,
     allocate_kv_cache,
     blocks_for,
@@ -76,7 +76,7 @@ def test_blocks_for() -> None:
 def test_number_of_blocks() -> None:
     assert num_kv_blocks(CONFIG, EngineConfig(max_num_seqs=3), 100, 4, CPU) == 6
     large = EngineConfig(max_num_seqs=10**6)
-    assert num_kv_blocks(CONFIG, large, 512, 4, CPU) == DEFAULT_KV_CACHE_MEMORY // BLOCK_BYTES
+    assert num_kv_blocks(CONFIG, large, 512, 4, CPU) == CPU_KV_CACHE_MEMORY // BLOCK_BYTES
     limited = EngineConfig(kv_cache_memory=BLOCK_BYTES * 2 + 1)
     assert num_kv_blocks(CONFIG, limited, 512, 4, CPU) == 2
     with pytest.raises(OptionError, match=f"needs {BLOCK_BYTES} bytes"):
@@ -94,7 +94,7 @@ def test_a_share_of_the_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert num_kv_blocks(CONFIG, share, 512, 4, gpu) == blocks
         assert num_kv_blocks(CONFIG, replace(share, kv_cache_memory=5 * BLOCK_BYTES), 512, 4, gpu) == 5
     assert num_kv_blocks(CONFIG, replace(share, max_num_seqs=1), 64, 4, gpu) == 1
-    assert num_kv_blocks(CONFIG, share, 512, 4, CPU) == DEFAULT_KV_CACHE_MEMORY // BLOCK_BYTES
+    assert num_kv_blocks(CONFIG, share, 512, 4, CPU) == CPU_KV_CACHE_MEMORY // BLOCK_BYTES
     monkeypatch.setattr(kv_cache, "device_memory", lambda device: (99 * BLOCK_BYTES, total))
     with pytest.raises(OptionError, match="gpu_memory_utilization leaves for keys and values is 0 bytes"):
         num_kv_blocks(CONFIG, share, 512, 4, gpu)

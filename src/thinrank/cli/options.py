@@ -72,8 +72,14 @@ MaxModelLen = Annotated[
 KVCacheMemory = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help="Memory for keys and values, such as 512M or 2G.", show_default="up to 1G"
+        metavar="SIZE",
+        help="Memory for keys and values, such as 512M or 2G.",
+        show_default="on a GPU what --gpu-memory-utilization leaves, on a CPU 4G",
     ),
+]
+GpuMemoryUtilization = Annotated[
+    float,
+    typer.Option(help="Share of a GPU's memory to take, where --kv-cache-memory does not say how much."),
 ]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE | re.ASCII)
@@ -119,6 +125,7 @@ class EngineOptions:
     tokenizer: TokenizerFolder = None
     max_model_len: MaxModelLen = EngineConfig.max_model_len
     kv_cache_memory: KVCacheMemory = None
+    gpu_memory_utilization: GpuMemoryUtilization = EngineConfig.gpu_memory_utilization
 
     def load(self, model: str) -> LLM:
         """Raises OptionError for a size that is none, and what LLM does."""

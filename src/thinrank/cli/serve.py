@@ -21,10 +21,6 @@ from .options import EngineOptions, Model, parse_size, with_option_groups
 class ServingOptions(EngineOptions):
     """Of an engine that many share."""
 
-    gpu_memory_utilization: Annotated[
-        float,
-        typer.Option(help="Share of a GPU's memory to take, where --kv-cache-memory does not say how much."),
-    ] = 0.9
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at a time.")] = (
         EngineConfig.max_num_seqs
     )

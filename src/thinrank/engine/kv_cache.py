@@ -16,8 +16,8 @@ from ..errors import OptionError
 from ..model.batch import KVLayer
 from ..model.cost import kv_bytes_per_token
 
-#: Memory for the cache when the user names none.
-DEFAULT_KV_CACHE_MEMORY = 2**30
+#: Bytes of main memory for the cache when the user names none: as vLLM on a CPU.
+CPU_KV_CACHE_MEMORY = 4 * 2**30
 
 
 class BlockPool:
@@ -101,12 +101,13 @@ def num_kv_blocks(
     enough = engine.max_num_seqs * blocks_for(max_model_len)
     if engine.kv_cache_memory is not None:
         option, memory = "kv_cache_memory", engine.kv_cache_memory
-    elif engine.gpu_memory_utilization is not None and device.type == "cuda":
+    elif device.type == "cuda":
+        torch.cuda.empty_cache()  # what PyTorch keeps of an engine that is gone is free too
         free, total = device_memory(device)
         option = "what gpu_memory_utilization leaves for keys and values"
         memory = int(engine.gpu_memory_utilization * total) - (total - free)
     else:
-        return max(1, min(DEFAULT_KV_CACHE_MEMORY // block_bytes, enough))
+        option, memory = "the default on a CPU", CPU_KV_CACHE_MEMORY
     if memory < block_bytes:
         raise OptionError(
             f"{option} is {max(0, memory)} bytes, less than one block of {BLOCK_SIZE} tokens",
