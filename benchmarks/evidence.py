@@ -19,6 +19,7 @@ import torch
 from thinrank.bench.ablation import ablation
 from thinrank.bench.latency import latency
 from thinrank.bench.sweep import sweep
+from thinrank.bench.throughput import throughput
 from thinrank.errors import ThinrankError
 
 STRUCTURES = ("uniform", "hetero", "shared2", "mixed", "dense")
@@ -48,6 +49,7 @@ def runs() -> dict[str, tuple[Any, dict[str, Any]]]:
     return {
         **{name: (latency, SEVEN_B | arguments) for name, arguments in (decode | prefill).items()},
         "l7b_ablation": (ablation, dict(SEVEN_B)),
+        "l7b_throughput": (throughput, dict(SEVEN_B)),
         "l7b_sweep": (sweep, {"shape": "llama-7b"}),
     }
 
