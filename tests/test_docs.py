@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import scale_tables
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "thinrank"
 
@@ -33,3 +35,10 @@ def test_the_readme_names_every_command():
         "output",
     }
     assert not [command for command in commands if f"thinrank {command.replace('_', ' ')}" not in readme]
+
+
+def test_the_numbers_of_the_scale_guide_are_computed():
+    """python tests/scale_tables.py prints them."""
+    page = (ROOT / "docs" / "scale.md").read_text()
+    for table in (scale_tables.reads(), scale_tables.sends(), scale_tables.break_even()):
+        assert table in page

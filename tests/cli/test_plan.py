@@ -25,6 +25,21 @@ def test_the_table_and_the_advice(
     assert stderr == ""
 
 
+def test_several_cards(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ["plan", "--shape", "llama3-8b", "--gpu", "h100 sxm", "--tensor-parallel-size", "8"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("card     8 times H100 SXM: ")
+    header = next(line for line in lines if line.startswith("keep_ratio "))
+    assert header.split()[1:] == ["params", "weights", "KV", "fits", "longest", "reads", "sends", "floor"]
+    [row] = [line for line in lines if line.startswith("0.5 ")]
+    choice = plan(shape="llama3-8b", gpu="H100 SXM", tensor_parallel_size=8).choices[2]
+    assert row.split()[2] == f"{choice.weight_bytes / 2**30:.2f}"
+    assert row.split()[7] == f"{choice.sent_bytes / 2**10:.0f}"
+    assert max(map(len, lines[: lines.index("", 4)])) <= 80
+
+
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["tiny"]))
     command = ["plan", str(tmp_path), "--memory", "24", "--bandwidth", "1008", "--context", "512", "--json"]
@@ -47,6 +62,7 @@ def test_memory(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
         ["--shape", "tiny", "--memory", "much"],
         ["--shape", "tiny", "--memory", ""],
         ["--shape", "tiny", "--memory", "24", "--context", "99999"],
+        ["--shape", "tiny", "--gpu", "H200", "--tensor-parallel-size", "3"],
         ["missing", "--gpu", "H200"],
     ],
 )

@@ -80,3 +80,35 @@ def test_only_low_keep_ratios_fit() -> None:
 @pytest.mark.parametrize("bandwidth", [None, 300e9, 4800e9])
 def test_no_advice_without_a_word_on_quality(memory: int, bandwidth: float | None) -> None:
     assert "thinrank eval perplexity" in advice(memory=memory * GIB, bandwidth=bandwidth)
+
+
+def test_several_cards_that_hold_the_dense_model() -> None:
+    text = advice(gpu="A10G", tensor_parallel_size=2)
+    assert text.startswith(
+        "Dense 16-bit fits on 2 cards at 4,096 tokens and loses nothing. A step reads 4.19 GiB"
+    )
+    assert "less than dense (6.15 GiB); so do keep_ratio 0.6, keep_ratio 0.7." in text
+    assert "keep_ratio 0.9 fits on one card, in thinrank's own engine: 2 copies" in text
+
+
+def test_several_cards_on_which_low_rank_reads_more() -> None:
+    text = advice(gpu="A10G", tensor_parallel_size=4)
+    assert "3.14 GiB of weights in each of 4 cards at keep_ratio 0.5, more than dense (3.08 GiB)" in text
+
+
+def test_several_cards_that_hold_only_low_rank() -> None:
+    text = advice("llama-13b", memory=15 * GIB, tensor_parallel_size=2)
+    assert text.startswith(
+        "Dense 16-bit does not fit on 2 cards at 4,096 tokens. What does: keep_ratio 0.6, keep"
+    )
+    assert "keep_ratio 0.5, dense 8-bit, dense 4-bit." in text
+    assert "one card" not in text, "not even keep_ratio 0.5 fits on one"
+
+
+def test_several_cards_that_hold_too_little() -> None:
+    assert advice("llama-13b", memory=3 * GIB, tensor_parallel_size=2).startswith(
+        "Nothing fits at 4,096 tokens on 2 cards"
+    )
+    planned = plan(shape="llama-13b", memory=9 * GIB, tensor_parallel_size=2, keep_ratios=(0.3, 0.5))
+    fitting = [choice.name for choice in planned.choices if choice.fits]
+    assert fitting == ["keep_ratio 0.3", "dense 4-bit"]

@@ -8,6 +8,9 @@ import pytest
 from thinrank.bench.shapes import SHAPES
 from thinrank.config import BLOCK_SIZE
 from thinrank.errors import CheckpointError, OptionError, UnsupportedModelError
+from thinrank.model.cost import INT8
+from thinrank.model.registry import parse_config
+from thinrank.model.tensor_parallel import share
 from thinrank.planning import KEEP_RATIOS, Plan, plan
 from thinrank.planning.choice import RESERVED_MEMORY, Choice
 
@@ -86,6 +89,41 @@ def test_weights_that_do_not_fit_leave_no_context() -> None:
     assert not any(choice.fits or choice.longest_context for choice in planned.choices)
 
 
+def test_numbers_of_one_of_several_cards() -> None:
+    arguments = {"shape": "llama3-8b", "gpu": "A100 80GB", "context": 64 * 100, "batch_size": 2}
+    one, four = plan(**arguments), plan(**arguments, tensor_parallel_size=4)
+    assert (one.tensor_parallel_size, four.tensor_parallel_size) == (1, 4)
+    assert four.reserved_memory == RESERVED_MEMORY + int(0.08 * four.card.memory)
+    dense = parse_config(SHAPES["llama3-8b"])
+    for alone, part in zip(one.choices, four.choices, strict=True):
+        assert (alone.name, alone.parameters) == (part.name, part.parameters)
+        assert part.kv_bytes == alone.kv_bytes / 4  # two of eight heads
+        assert part.step_bytes - part.weight_step_bytes == (alone.step_bytes - alone.weight_step_bytes) / 4
+        assert part.needed_bytes == part.weight_bytes + part.kv_bytes + four.reserved_memory
+        assert (part.ms_per_token, part.tokens_per_s, part.low_rank_kv_bytes) == (None, None, None)
+        assert part.floor_ms == pytest.approx(part.step_bytes / 2039e6)
+        assert alone.sent_bytes == 0
+    assert by_name(four)["dense 16-bit"].weight_bytes == share(dense, 4, 2).weight_bytes
+    assert by_name(four)["dense 16-bit"].sent_bytes == 2 * share(dense, 4, 2).sent_bytes
+    eight_bit = share(dense, 4, 2, quantization=INT8)
+    assert by_name(four)["dense 8-bit"].weight_step_bytes == eight_bit.step_bytes
+    json.dumps(four.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_longest_context_on_several_cards(batch_size: int) -> None:
+    arguments = {"shape": "tiny", "batch_size": batch_size, "tensor_parallel_size": 2}
+    for name, choice in by_name(plan(**arguments, memory=ROOMY, context=5 * BLOCK_SIZE)).items():
+        weights_and_cache = choice.weight_bytes + choice.kv_bytes
+        memory = -(-(weights_and_cache + RESERVED_MEMORY) * 100 // 92)
+        assert (
+            by_name(plan(**arguments, memory=memory + 2, context=1))[name].longest_context == 5 * BLOCK_SIZE
+        )
+        assert (
+            by_name(plan(**arguments, memory=memory - 2, context=1))[name].longest_context == 4 * BLOCK_SIZE
+        )
+
+
 def test_times() -> None:
     numbers = by_name(plan(shape="llama-7b", memory=ROOMY, bandwidth=1e12, batch_size=2))
     for choice in numbers.values():
@@ -135,6 +173,8 @@ def test_what_is_planned_by_default() -> None:
         ({"shape": "tiny", "gpu": "H200", "context": 32769}, "1 to 32768"),
         ({"shape": "tiny", "gpu": "H200", "batch_size": 9}, "1 to 8"),
         ({"shape": "tiny", "gpu": "H200", "keep_ratios": (1.0,)}, "below 1"),
+        ({"shape": "tiny", "gpu": "H200", "tensor_parallel_size": 3}, "divided by 1, 2, 4"),
+        ({"shape": "tiny", "gpu": "H200", "tensor_parallel_size": 0}, "divided by 1, 2, 4"),
     ],
 )
 def test_mistakes(arguments: dict, part: str) -> None:

@@ -1,8 +1,10 @@
-"""thinrank folders in vLLM, on a CPU: the engine's tokens, tensor parallel, over HTTP; damaged folders are refused."""
+"""thinrank folders in vLLM, on a CPU: the engine's tokens, tensor parallel, over HTTP; damaged folders are refused;
+the bytes that `model.tensor_parallel` computes."""
 
 import gc
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -17,9 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import thinrank
+from thinrank.checkpoint.load import open_checkpoint
 from thinrank.errors import CheckpointError
+from thinrank.model.tensor_parallel import share
 from tiny_low_rank_models import MODELS, write_low_rank
 from tiny_text_models import with_tokenizer
+from vllm_processes import parameter_bytes
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-vllm")
 
@@ -65,8 +70,14 @@ def folders(tmp_path_factory) -> Path:
 def test_tokens_are_the_engines(name, folders):
     llm = engine(folders / name)
     assert generate(llm) == expected(folders / name)
+    assert llm.apply_model(parameter_bytes) == [part(folders / name, 1).weight_bytes]
     if name == "tied":
         assert llm.apply_model(shared_factor_ins) == [["self_attn.qkv_proj", "mlp.down_proj"]]
+
+
+def part(folder: Path, size: int):
+    """What one of `size` processes has, as it is computed for a plan."""
+    return share(open_checkpoint(folder).config, size, itemsize=4)
 
 
 def shared_factor_ins(model) -> list[str]:
@@ -79,6 +90,8 @@ def shared_factor_ins(model) -> list[str]:
     ]
 
 
+#: As vLLM pads it.
+VOCAB = 128
 #: Per row of a step: what two processes add up, in float32. Embedding; layer 0: o, down; layer 1: o, down.
 REDUCED_VALUES = {
     "mixed": [128, 24, 128, 128, 32],  # ranks 19 and 26, padded; 128 where a module is dense
@@ -90,15 +103,24 @@ REDUCED_VALUES = {
 def test_tensor_parallel(name, folders, monkeypatch):
     """The engine's tokens from two processes, which add up latents instead of outputs."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    counter = "vllm_reductions.ReductionCounter"
-    llm = engine(folders / name, tensor_parallel_size=2, worker_extension_cls=counter)
+    llm = engine(folders / name, tensor_parallel_size=2, worker_extension_cls="vllm_processes.Observer")
     assert generate(llm) == expected(folders / name)
     llm.reset_prefix_cache()
-    llm.collective_rpc("record_reductions")
+    llm.collective_rpc("record_exchanges")
     generate(llm, max_tokens=1)
     rows = sum(map(len, PROMPTS))
     reductions = [((rows, values), 4 * rows * values) for values in REDUCED_VALUES[name]]
-    assert llm.collective_rpc("recorded_reductions") == [reductions, reductions]
+    gathered = [
+        ((len(PROMPTS), VOCAB // 2), 4 * len(PROMPTS) * VOCAB // 2)
+    ]  # a row of each prompt: its logits
+    exchanges = {"all_reduce": reductions, "all_gather": gathered}
+    assert llm.collective_rpc("recorded_exchanges") == [exchanges, exchanges]
+
+    computed = part(folders / name, 2)
+    assert llm.collective_rpc("parameter_bytes") == [computed.weight_bytes] * 2
+    # Around a ring of two, each sends half of a sum, half of its result, and its half of what is gathered.
+    assert computed.sent_bytes == 4 * (sum(REDUCED_VALUES[name]) + VOCAB / 2)
+    assert computed.exchanges == len(reductions) + len(gathered)
 
 
 def test_api_server(folders, tmp_path):
@@ -147,6 +169,22 @@ def wait_for(url: str, server: subprocess.Popen) -> None:
         else:
             return
     raise TimeoutError("the server did not start")
+
+
+def documented_commands() -> list[list[str]]:
+    """The arguments of every `vllm serve` in our pages."""
+    pages = (Path(__file__).parents[2] / "docs").glob("*.md")
+    lines = [line for page in pages for line in page.read_text().splitlines()]
+    return [shlex.split(line)[2:] for line in lines if line.startswith("vllm serve ")]
+
+
+@pytest.mark.parametrize("arguments", documented_commands(), ids=" ".join)
+def test_vllm_knows_the_flags_in_our_pages(arguments):
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    assert parsed.tensor_parallel_size * parsed.pipeline_parallel_size > 1
 
 
 def test_without_the_plugin_vllm_refuses(folders):

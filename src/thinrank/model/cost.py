@@ -81,11 +81,15 @@ def decode_step_bytes(config: ModelConfig, itemsize: int, context_lens: Iterable
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     weights = parameters(config) - (0 if config.tie_word_embeddings else vocab * hidden)
-    per_layer = _kv_elements_per_layer(config)
+    return weights * itemsize + cache_step_bytes(config, itemsize, context_lens)
+
+
+def cache_step_bytes(config: ModelConfig, itemsize: int, context_lens: Iterable[int]) -> int:
+    """Bytes of keys and values that one decode step must read, as in `decode_step_bytes`."""
     cached = sum(
         min(length, window or length) for length in context_lens for window in config.sliding_windows
     )
-    return (weights + cached * per_layer) * itemsize
+    return cached * _kv_elements_per_layer(config) * itemsize
 
 
 def quantized_step_bytes(

@@ -9,7 +9,7 @@ from .choice import Choice
 #: The least that the literature evaluates as a usable model; below, every public method has lost most of it.
 LOWEST_SENSIBLE_KEEP_RATIO = 0.5
 
-_QUALITY = (
+QUALITY = (
     "Bytes say nothing about quality: before you rely on any of this, run thinrank compress, compare with "
     "thinrank eval perplexity DENSE LOWRANK, and measure a quantised model in its own runtime."
 )
@@ -27,18 +27,18 @@ def advise(
     if not any(choice.fits for choice in every):
         return (_nothing_fits(max(every, key=lambda choice: choice.longest_context), context),)
     if four_bit.fits and sensible and _smaller_and_faster(four_bit, sensible[0]):
-        return (*_use_four_bit(dense, four_bit, sensible[0], context), _OTHER_RUNTIMES, _QUALITY)
+        return (*_use_four_bit(dense, four_bit, sensible[0], context), _OTHER_RUNTIMES, QUALITY)
     if dense.fits:
-        return (*_dense_fits(dense, four_bit, fitting, context), _QUALITY)
+        return (*_dense_fits(dense, four_bit, fitting, context), QUALITY)
     if fitting:
-        return (*_low_rank_fits(fitting[-1], eight_bit, four_bit, context), _OTHER_RUNTIMES, _QUALITY)
+        return (*_low_rank_fits(fitting[-1], eight_bit, four_bit, context), _OTHER_RUNTIMES, QUALITY)
     if eight_bit.fits or four_bit.fits:
-        return (*_only_quantized_fits(eight_bit, four_bit, context), _OTHER_RUNTIMES, _QUALITY)
+        return (*_only_quantized_fits(eight_bit, four_bit, context), _OTHER_RUNTIMES, QUALITY)
     most = max((choice for choice in low_rank if choice.fits), key=_ratio)
     return (
         f"At {context:,} tokens only {most.name} and less fit, which hardly leaves a usable model: shorten the "
         "context or take a larger card.",
-        _QUALITY,
+        QUALITY,
     )
 
 

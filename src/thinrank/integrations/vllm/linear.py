@@ -25,13 +25,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from ...checkpoint.format import LowRankSection, factor_bias_name, factor_in_name, factor_out_name, guard_name
 from ...errors import CheckpointError, UnsupportedModelError
+from ...model.tensor_parallel import RANK_MULTIPLE
 from .packing import Factors, Shard, ShardId
 
 #: One of vLLM's, whose attributes its base class does not declare.
 Layer: TypeAlias = Any
-
-#: Matrices of 16-bit numbers need rows of a multiple of 16 bytes to reach a GPU's matrix units.
-RANK_MULTIPLE = 8
 
 
 class LowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
