@@ -6,8 +6,9 @@ ignored. Both spellings of renamed keys are read (`rope_theta`/`rope_parameters`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from ..config import ModelConfig, RopeConfig
@@ -33,6 +34,11 @@ ARCHITECTURES = {
 }
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+#: Bounds that keep an absurd config from being turned into an absurd allocation. Names are made for every layer; the
+#: deepest models of these architectures have 126.
+MAX_COUNT = 2**28
+MAX_LAYERS = 4096
 
 #: Keys that change the mathematics, with the values that do not.
 NEUTRAL_KEYS: dict[str, tuple[Any, ...]] = {
@@ -91,7 +97,7 @@ def parse_config(
     hidden_size = _count(config, "hidden_size")
     num_heads = _count(config, "num_attention_heads")
     num_kv_heads = _count(config, "num_key_value_heads", default=num_heads)
-    num_layers = _count(config, "num_hidden_layers")
+    num_layers = _count(config, "num_hidden_layers", most=MAX_LAYERS)
     head_dim = _count(config, "head_dim", default=hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
@@ -103,7 +109,7 @@ def parse_config(
             f"config.json gives a head_dim of {head_dim}", "rotary embeddings need an even one"
         )
     max_positions = _count(config, "max_position_embeddings", default=2048)
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = _flag(config, "attention_bias")
     eos = config.get("eos_token_id")
     return ModelConfig(
         model_type=str(config["model_type"]),
@@ -114,13 +120,13 @@ def parse_config(
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=_number(config, "rms_norm_eps", default=1e-6),
+        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6, positive=False),
         max_position_embeddings=max_positions,
         rope=_parse_rope(config, max_positions),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
         qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
         o_bias=attention_bias if architecture.o_bias is None else architecture.o_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and config["model_type"] == "llama",
+        mlp_bias=config["model_type"] == "llama" and _flag(config, "mlp_bias"),
         qk_norm=architecture.qk_norm,
         sliding_windows=_parse_windows(config, architecture, num_layers),
         bos_token_id=config.get("bos_token_id") if isinstance(config.get("bos_token_id"), int) else None,
@@ -136,29 +142,42 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
 
 
-def stored_dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype name that a config claims for its weights ("float16"), if any."""
-    name = config.get("dtype") or config.get("torch_dtype")
-    return name.removeprefix("torch.") if isinstance(name, str) else None
-
-
-def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _count(
+    config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1, most: int = MAX_COUNT
+) -> int:
     value = config.get(key)
     if value is None:
         value = default
-    # The bound keeps an absurd config from being turned into an absurd allocation.
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**28:
-        raise CheckpointError(f"config.json gives {key} = {value!r}", "a positive number is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise CheckpointError(
+            f"config.json gives {key} = {value!r}", f"a whole number from {least} to {most:,} is needed"
+        )
     return value
 
 
-def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def _number(config: Mapping[str, Any], key: str, default: float, *, positive: bool = True) -> float:
+    """A finite number, above 0 or at least 0."""
     value = config.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise CheckpointError(f"config.json gives {key} = {value!r}", "a number is needed")
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 <= value <= sys.float_info.max
+        or (positive and not value)
+    ):
+        needed = "a number above 0" if positive else "a number from 0"
+        raise CheckpointError(f"config.json gives {key} = {value!r}", f"{needed} is needed")
     return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json gives {key} = {value!r}", "true or false is needed")
+    return value
 
 
 def _parse_rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
@@ -174,21 +193,43 @@ def _parse_rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
         raise UnsupportedModelError(
             f"config.json sets the RoPE type {rope_type!r}", f"implemented: {', '.join(ROPE_TYPES)}"
         )
-    known = {field.name for field in fields(RopeConfig)} - {"rope_theta", "rope_type"}
-    settings = {key: value for key, value in raw.items() if key in known and value is not None}
-    for key, value in settings.items():
-        if not isinstance(value, int | float):
-            raise CheckpointError(f"config.json gives rope_scaling.{key} = {value!r}", "a number is needed")
-    theta = _number({**config, **raw}, "rope_theta", default=10000.0)
+    settings: dict[str, Any] = {}
+    for key in (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+    ):
+        if raw.get(key) is not None:
+            settings[key] = _number(raw, key, 0)
+    for key in ("mscale", "mscale_all_dim"):  # 0 is none
+        if raw.get(key) is not None:
+            settings[key] = _number(raw, key, 0, positive=False)
+    if raw.get("original_max_position_embeddings") is not None:
+        settings["original_max_position_embeddings"] = _count(raw, "original_max_position_embeddings")
+    theta = _number({**config, **raw}, "rope_theta", 10000.0)
     if rope_type in ("llama3", "yarn"):
         settings.setdefault("original_max_position_embeddings", max_positions)
     if rope_type == "yarn" and "factor" not in settings:
         settings["factor"] = max_positions / settings["original_max_position_embeddings"]
-    if rope_type != "default" and not settings.get("factor"):
+    if rope_type != "default" and "factor" not in settings:
         raise CheckpointError(
             f"config.json sets the RoPE type {rope_type!r} without a factor", "it needs one"
         )
-    return RopeConfig(rope_theta=theta, rope_type=rope_type, **settings)
+    if rope_type == "yarn" and theta <= 1:
+        raise CheckpointError(f"config.json gives rope_theta = {theta!r}", "yarn needs one above 1")
+    rope = RopeConfig(
+        rope_theta=theta, rope_type=rope_type, truncate=_flag(raw, "truncate", True), **settings
+    )
+    if rope_type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise CheckpointError(
+            f"config.json gives low_freq_factor = {rope.low_freq_factor} and high_freq_factor = "
+            f"{rope.high_freq_factor}",
+            "the first must be less than the second",
+        )
+    return rope
 
 
 def _parse_windows(
@@ -197,7 +238,7 @@ def _parse_windows(
     none: tuple[int | None, ...] = (None,) * num_layers
     if architecture.sliding_window == "ignored" or config.get("sliding_window") is None:
         return none
-    if architecture.sliding_window == "optional" and not config.get("use_sliding_window", False):
+    if architecture.sliding_window == "optional" and not _flag(config, "use_sliding_window"):
         return none
     window = _count(config, "sliding_window")
     layer_types = config.get("layer_types")
@@ -210,5 +251,5 @@ def _parse_windows(
         return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
     if architecture.sliding_window == "all layers":
         return (window,) * num_layers
-    first = config.get("max_window_layers", 28)
+    first = _count(config, "max_window_layers", 28, least=0)
     return tuple(window if layer >= first else None for layer in range(num_layers))
