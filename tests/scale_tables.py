@@ -75,4 +75,4 @@ def _table(header: list[str], rows: Iterable[list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join([reads(), sends(), break_even()]))  # noqa: T201 (to paste into the page)
+    print("\n\n".join([reads(), sends(), break_even()]))  # to paste into the page

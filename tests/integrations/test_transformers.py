@@ -12,12 +12,14 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import thinrank.integrations.transformers  # noqa: F401 (registers)
 from conftest import CHECKPOINTS
+from engine_matrix import thinrank_tokens, transformers_tokens
 from thinrank import LLM, SamplingParams
 from thinrank.checkpoint.format import read_config
 from thinrank.engine.engine import Engine
 from thinrank.errors import CheckpointError, OutputError, UnsupportedModelError
 from thinrank.integrations.takeover import move_into_arena, take_over
 from thinrank.model.batch import ForwardBatch
+from tiny_low_rank_models import MODELS, write_low_rank
 from tiny_models import low_rank, random_tensors, tiny_config, write_folder
 
 LOW_RANK = [name for name in CHECKPOINTS if not name.startswith("base-")]
@@ -107,13 +109,15 @@ def test_biases_and_dense_modules(biased):
     torch.testing.assert_close(logits(load(biased)), LLM(biased, device="cpu").logits(IDS), **CLOSE)
 
 
-def test_generates_what_the_engine_generates(shared):
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    expected = LLM(shared, device="cpu").generate(
-        {"prompt_token_ids": IDS[0].tolist()}, params, use_tqdm=False
-    )
-    ids = load(shared).generate(IDS, max_new_tokens=12, min_new_tokens=12, do_sample=False)
-    assert ids[0, IDS.shape[1] :].tolist() == expected[0].outputs[0].token_ids
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_family_generates_what_the_engine_does(name, converted):
+    assert transformers_tokens(converted(name)) == thinrank_tokens(converted(name))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_structure_generates_what_the_engine_does(name, tmp_path):
+    folder = write_low_rank(tmp_path / "model", name)
+    assert transformers_tokens(folder) == thinrank_tokens(folder)
 
 
 @pytest.mark.parametrize("name", LOW_RANK)

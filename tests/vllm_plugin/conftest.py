@@ -1,12 +1,18 @@
 """Settings of vLLM, which reads them when it is first imported. Its tests have their own environment."""
 
+import gc
 import os
+from collections.abc import Iterator
 
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other programs have the cores too
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine in this process starts in seconds, and its errors arrive here
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+import pytest
+
+from vllm_engine import ENVIRONMENT
+
+os.environ |= ENVIRONMENT
+
+
+@pytest.fixture(autouse=True)
+def free_engines() -> Iterator[None]:
+    """Their processes end with them."""
+    yield
+    gc.collect()

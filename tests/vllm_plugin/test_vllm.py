@@ -1,7 +1,6 @@
 """thinrank folders in vLLM, on a CPU: the engine's tokens, tensor parallel, over HTTP; damaged folders are refused;
 the bytes that `model.tensor_parallel` computes."""
 
-import gc
 import json
 import os
 import shlex
@@ -18,43 +17,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import thinrank
+from conftest import CHECKPOINTS
+from engine_matrix import MAX_TOKENS, PROMPTS, thinrank_tokens, vllm_tokens
 from thinrank.checkpoint.load import open_checkpoint
 from thinrank.errors import CheckpointError
 from thinrank.model.tensor_parallel import share
 from tiny_low_rank_models import MODELS, write_low_rank
 from tiny_text_models import with_tokenizer
+from vllm_engine import engine
+from vllm_engine import generate as vllm_generate
 from vllm_processes import parameter_bytes
 
-vllm = pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-vllm")
-
-PROMPTS = [[5, 9, 77, 31, 40, 2, 8], [3, 4], [60, 61, 62] * 7]
-MAX_TOKENS = 24
-
-
-def engine(folder: Path, **settings):
-    settings = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True} | settings
-    return vllm.LLM(str(folder), max_model_len=256, max_num_seqs=8, seed=0, **settings)
+pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-vllm")
 
 
 def generate(llm, max_tokens: int = MAX_TOKENS) -> list[list[int]]:
-    params = vllm.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def expected(folder: Path) -> list[list[int]]:
-    """thinrank's tokens."""
-    llm = thinrank.LLM(folder, device="cpu", dtype="float32")
-    params = thinrank.SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-@pytest.fixture(autouse=True)
-def free_engines():
-    yield
-    gc.collect()
+    return vllm_generate(llm, PROMPTS, max_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +47,15 @@ def folders(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_the_engines(name, folders):
     llm = engine(folders / name)
-    assert generate(llm) == expected(folders / name)
+    assert generate(llm) == thinrank_tokens(folders / name)
     assert llm.apply_model(parameter_bytes) == [part(folders / name, 1).weight_bytes]
     if name == "tied":
         assert llm.apply_model(shared_factor_ins) == [["self_attn.qkv_proj", "mlp.down_proj"]]
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if not name.startswith("base-")])
+def test_every_family(name, converted):
+    assert vllm_tokens(converted(name)) == thinrank_tokens(converted(name))
 
 
 def part(folder: Path, size: int):
@@ -104,7 +87,7 @@ def test_tensor_parallel(name, folders, monkeypatch):
     """The engine's tokens from two processes, which add up latents instead of outputs."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     llm = engine(folders / name, tensor_parallel_size=2, worker_extension_cls="vllm_processes.Observer")
-    assert generate(llm) == expected(folders / name)
+    assert generate(llm) == thinrank_tokens(folders / name)
     llm.reset_prefix_cache()
     llm.collective_rpc("record_exchanges")
     generate(llm, max_tokens=1)
@@ -150,7 +133,7 @@ def test_api_server(folders, tmp_path):
         )
         with urllib.request.urlopen(request, timeout=60) as response:
             choices = json.load(response)["choices"]
-        assert [choice["token_ids"] for choice in choices] == expected(folder)
+        assert [choice["token_ids"] for choice in choices] == thinrank_tokens(folder)
     except Exception as error:
         error.add_note((tmp_path / "log").read_text()[-5000:])
         raise
