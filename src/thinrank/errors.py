@@ -3,12 +3,16 @@
 Only `cli` (exit code 2) and `server` (HTTP 4xx) translate them. A bug of ours raises something else.
 """
 
+#: Characters of a message: a stranger's file may hold names of megabytes.
+MAX_MESSAGE = 2000
+
 
 class ThinrankError(Exception):
-    """Base of all errors caused by input, options or the environment. `str()` is always one line."""
+    """Base of all errors caused by input, options or the environment. `str()` is one line of bounded length."""
 
     def __init__(self, message: str, hint: str | None = None):
-        self.message = " ".join(message.split())
+        line = " ".join(message.split())
+        self.message = line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]} ..."
         self.hint = " ".join(hint.split()) if hint else None
         super().__init__(f"{self.message}: {self.hint}" if self.hint else self.message)
 

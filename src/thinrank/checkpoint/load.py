@@ -18,7 +18,7 @@ from ..device import resolve_device
 from ..errors import CheckpointError, unknown_name
 from ..model.decoder import Decoder
 from .detect import detect_family
-from .folder import read_json, weight_files
+from .folder import read_json, read_shards, weight_files
 from .format import CONFIG_NAME, LowRankSection, expected_tensors, read_config
 from .safetensors_reader import read_safetensors
 from .tensors import LazyTensor
@@ -78,9 +78,7 @@ def open_checkpoint(path: str | Path) -> OpenCheckpoint:
     if not files or not (folder / CONFIG_NAME).is_file():
         raise _foreign(folder)
     raw_config = read_json(folder / CONFIG_NAME)
-    tensors: dict[str, LazyTensor] = {}
-    for file in files:
-        tensors |= read_safetensors(file)
+    tensors = read_shards(files, read_safetensors)
     if raw_config.get("quantization_config") is None and detect_family(raw_config, tensors) != "hf-dense":
         raise _foreign(folder)
     config, section = read_config(raw_config)
@@ -152,7 +150,10 @@ def is_redundant(name: str, config: ModelConfig) -> bool:
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, LazyTensor], where: str) -> None:
-    """Compare names and shapes with what the config promises. Raises CheckpointError naming the first few."""
+    """Compare names and shapes with what the config promises, and weights with what can be computed with.
+
+    Raises CheckpointError naming the first few that differ.
+    """
     expected = expected_tensors(config)
     problems = (
         ("lacks", [name for name in expected if name not in tensors]),
@@ -163,6 +164,14 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, LazyTensor], where:
                 f"{name} ({list(tensors[name].shape)}, the config says {list(shape)})"
                 for name, shape in expected.items()
                 if name in tensors and tensors[name].shape != shape
+            ],
+        ),
+        (
+            "stores no floating-point numbers in",
+            [
+                f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
+                for name, tensor in tensors.items()
+                if not tensor.dtype.is_floating_point
             ],
         ),
     )

@@ -28,7 +28,7 @@ def read(source: ForeignCheckpoint, config: Mapping[str, Any]) -> SourceModel:
     """Raises CheckpointError when a basis is missing, or differs within its group."""
     tensors = dict(source.tensors)
     factors: dict[str, Factors] = {}
-    bases: dict[tuple[str, tuple[int, ...]], LazyTensor] = {}
+    bases: dict[tuple[str, tuple[str, ...]], LazyTensor] = {}
     for module, shape in all_linears(config).items():
         match = _MODULE.fullmatch(module)
         if match is None:
@@ -44,9 +44,9 @@ def read(source: ForeignCheckpoint, config: Mapping[str, Any]) -> SourceModel:
         group = _group_of(layer, source.config or {}, projection)
         basis = bases.setdefault((projection, group), next(iter(copies.values())))
         for name, copy in copies.items():
-            if copy is not basis and not torch.equal(copy.read(), basis.read()):
+            if copy is not basis and not _equal(copy, basis):
                 raise CheckpointError(
-                    f"{name} differs from the basis of its group {list(group)}",
+                    f"{name} differs from the basis of its group of layers {', '.join(group)}",
                     "the checkpoint or its config is damaged",
                 )
         factors[module] = check_factors(
@@ -55,10 +55,15 @@ def read(source: ForeignCheckpoint, config: Mapping[str, Any]) -> SourceModel:
     return SourceModel(tensors, factors)
 
 
-def _group_of(layer: int, config: Mapping[str, Any], projection: str) -> tuple[int, ...]:
+def _equal(one: LazyTensor, other: LazyTensor) -> bool:
+    described_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return described_alike and torch.equal(one.read(), other.read())
+
+
+def _group_of(layer: int, config: Mapping[str, Any], projection: str) -> tuple[str, ...]:
     """The layers that share this layer's basis, by the config; the layer alone where it does not say."""
     groups = config.get(f"{projection}_groups")
     for group in groups if isinstance(groups, list) else []:
         if isinstance(group, list) and layer in group:
-            return tuple(int(member) for member in group)
-    return (layer,)
+            return tuple(map(str, group))
+    return (str(layer),)

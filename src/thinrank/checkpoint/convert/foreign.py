@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ..folder import read_json, tokenizer_files, weight_files
+from ..folder import read_json, read_shards, tokenizer_files, weight_files
 from ..format import CONFIG_NAME, QUANT_METHOD
 from ..pickle_reader import is_torch_checkpoint, read_pickle
 from ..safetensors_reader import read_safetensors
@@ -99,9 +99,7 @@ def _open_folder(folder: Path) -> ForeignCheckpoint:
     files = weight_files(folder, "model", "safetensors") or weight_files(folder, "pytorch_model", "bin")
     if not files:
         return _open_lone_file(folder, config, tokenizer)
-    tensors: dict[str, LazyTensor] = {}
-    for file in files:
-        tensors |= read_safetensors(file) if file.suffix == ".safetensors" else _read_state_dict(file)
+    tensors = read_shards(files, read_safetensors if files[0].suffix == ".safetensors" else _read_state_dict)
     remapping = folder / REMAPPING_NAME
     if not remapping.is_file():
         return ForeignCheckpoint(folder, tuple(files), config, tensors, tokenizer)
@@ -152,7 +150,7 @@ def _open_file(path: Path) -> ForeignCheckpoint:
             config, tensors, tokenizer = unpack_module(module, root)
             return ForeignCheckpoint(path, (path,), config, tensors, tokenizer)
         if _is_state_dict(root):
-            return _beside_config(path, _read_state_dict(path))
+            return _beside_config(path, _state_dict(root))
         raise CheckpointError(f"{path} holds no model", "name the file that holds the weights")
     if path.suffix == ".safetensors":
         return _beside_config(path, read_safetensors(path))
@@ -174,7 +172,7 @@ def _beside_config(path: Path, tensors: dict[str, LazyTensor]) -> ForeignCheckpo
     return ForeignCheckpoint(path, (path,), _read_config(path.parent), tensors, tokenizer_files(path.parent))
 
 
-def _is_state_dict(root: object) -> bool:
+def _is_state_dict(root: object) -> TypeGuard[dict[object, object]]:
     return isinstance(root, dict) and any(isinstance(value, LazyTensor) for value in root.values())
 
 
@@ -182,6 +180,10 @@ def _read_state_dict(path: Path) -> dict[str, LazyTensor]:
     root = read_pickle(path)
     if not isinstance(root, dict):
         raise CheckpointError(f"{path} holds no state dict", "name the file or folder that holds the weights")
+    return _state_dict(root)
+
+
+def _state_dict(root: dict[object, object]) -> dict[str, LazyTensor]:
     return {str(name): tensor for name, tensor in root.items() if isinstance(tensor, LazyTensor)}
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ...errors import CheckpointError
+from ..folder import parse_json
+
 
 def drop_unknown_pad_token(files: dict[str, bytes]) -> list[str]:
     """Remove a padding token that is not in the vocabulary; return what was dropped.
@@ -25,24 +28,39 @@ def drop_unknown_pad_token(files: dict[str, bytes]) -> list[str]:
 
 def _vocabulary(files: dict[str, bytes], config: dict[str, Any]) -> set[str]:
     """Every token that has an id, as far as it can matter for a special token."""
-    known = {_text(token) or "" for token in config.get("added_tokens_decoder", {}).values()}
-    known |= set(_load(files, "added_tokens.json"))
+    known = _texts(config.get("added_tokens_decoder")) | set(_load(files, "added_tokens.json"))
     tokenizer = _load(files, "tokenizer.json")
-    known |= {_text(token) or "" for token in tokenizer.get("added_tokens", [])}
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    known |= set(vocabulary) if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
+    known |= _texts(tokenizer.get("added_tokens"))
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        known |= set(vocabulary)
+    elif isinstance(vocabulary, list):  # of pairs [token, score]
+        known |= _texts([entry[0] for entry in vocabulary if isinstance(entry, list) and entry])
     known |= set(_load(files, "vocab.json"))
     if "tokenizer.model" in files and not tokenizer:
-        from sentencepiece import SentencePieceProcessor
-
-        processor = SentencePieceProcessor(model_proto=files["tokenizer.model"])
-        known |= {processor.id_to_piece(i) for i in range(processor.vocab_size())}
+        known |= _pieces(files["tokenizer.model"])
     return known
 
 
+def _pieces(model: bytes) -> set[str]:
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        processor = SentencePieceProcessor(model_proto=model)
+    except RuntimeError as error:
+        raise CheckpointError("tokenizer.model cannot be read", "copy the file again") from error
+    return {processor.id_to_piece(i) for i in range(processor.vocab_size())}
+
+
 def _load(files: dict[str, bytes], name: str) -> dict[str, Any]:
-    content = json.loads(files[name]) if name in files else {}
-    return content if isinstance(content, dict) else {}
+    return parse_json(files[name], name) if name in files else {}
+
+
+def _texts(tokens: object) -> set[str]:
+    """Of a list of tokens, or of the values of an object."""
+    items = tokens.values() if isinstance(tokens, dict) else tokens if isinstance(tokens, list) else ()
+    return {text for item in items if (text := _text(item)) is not None}
 
 
 def _text(token: object) -> str | None:
