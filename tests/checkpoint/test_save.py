@@ -2,12 +2,14 @@
 
 import errno
 import json
+import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from thinrank.checkpoint import save
+from thinrank.checkpoint.claim import claimed, in_turn
 from thinrank.checkpoint.save import save_checkpoint
 from thinrank.checkpoint.tensors import LazyTensor
 from thinrank.errors import OutputError
@@ -121,3 +123,51 @@ def test_a_killed_run_does_not_stand_in_the_way(tmp_path):
     (tmp_path / ".out.incomplete" / "model.safetensors").write_bytes(b"half")
     save_checkpoint(tmp_path / "out", {}, lazy({"a": torch.zeros(4)}), {}, progress=False)
     assert leftovers(tmp_path) == ["out"]
+
+
+def test_two_processes_do_not_write_one_checkpoint(tmp_path):
+    with claimed(tmp_path / ".out.incomplete") as is_ours:  # as another process does
+        assert is_ours
+        (tmp_path / ".out.incomplete" / "model.safetensors").write_bytes(b"half")
+        with pytest.raises(OutputError, match="another process is writing"):
+            save_checkpoint(tmp_path / "out", {}, lazy({"a": torch.zeros(4)}), {}, progress=False)
+        assert (tmp_path / ".out.incomplete" / "model.safetensors").read_bytes() == b"half"
+    save_checkpoint(tmp_path / "out", {}, lazy({"a": torch.zeros(4)}), {}, progress=False)
+    assert leftovers(tmp_path) == ["out"]
+
+
+def test_a_folder_that_was_renamed_meanwhile_is_not_claimed(tmp_path, monkeypatch):
+    def late(descriptor, operation):
+        (tmp_path / "folder").rename(tmp_path / "finished")
+
+    monkeypatch.setattr("thinrank.checkpoint.claim.fcntl.flock", late)
+    with claimed(tmp_path / "folder") as is_ours:
+        assert not is_ours
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(code, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(code, "no locks here")
+
+    monkeypatch.setattr("thinrank.checkpoint.claim.fcntl.flock", refuse)
+    save_checkpoint(tmp_path / "out", {}, lazy({"a": torch.zeros(4)}), {}, progress=False)
+    assert leftovers(tmp_path) == ["out"]
+
+
+def test_a_turn_comes_when_the_other_is_done(tmp_path):
+    order, entered = [], threading.Event()
+
+    def second():
+        entered.set()
+        with in_turn(tmp_path):
+            order.append("second")
+
+    with in_turn(tmp_path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        entered.wait()
+        thread.join(0.1)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]

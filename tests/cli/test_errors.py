@@ -489,8 +489,23 @@ def test_a_disk_that_fills_up(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("thinrank.checkpoint.save._write_safetensors", full)
+    monkeypatch.setattr("thinrank.checkpoint.save.write_safetensors", full)
     fails(command, "the disk filled up", "free some space")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "convert {copy} {copy} --force",
+        "convert {asvd} {copy} --base {copy} --force",
+        "export {copy} {copy} --force",
+        "compress {copy} {copy} --keep-ratio 0.5 --method svd --force",
+    ],
+)
+def test_a_source_that_would_be_replaced(sandbox: Sandbox, fails: Callable[..., str], command: str) -> None:
+    copy = sandbox.tmp / "copy"
+    shutil.copytree(sandbox.base, copy)
+    fails(command.replace("{copy}", str(copy)), "holds the source", "choose another destination")
 
 
 @pytest.mark.parametrize("command", WRITERS)

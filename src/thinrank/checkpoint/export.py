@@ -31,7 +31,7 @@ def export(
     """
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, list(DTYPES))
-    check_destination(Path(destination), force=force)
+    check_destination(Path(destination), force=force, sources=[Path(source)])
     checkpoint = open_checkpoint(source)
     config = {key: value for key, value in checkpoint.raw_config.items() if key != "quantization_config"}
     if dtype is not None:

@@ -9,7 +9,7 @@ import errno
 import json
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +18,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..errors import OutputError, ThinrankError
+from .claim import claimed
 from .format import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from .safetensors_reader import DTYPES
 from .tensors import LazyTensor
@@ -64,21 +65,24 @@ def staged_folder(destination: Path, *, force: bool, needed_bytes: int) -> Itera
     check_destination(destination, force=force)
     staging = destination.with_name(f".{destination.name}.incomplete")
     try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        _remove_tree(staging)
-        staging.mkdir()
-        free = shutil.disk_usage(staging).free
-        if needed_bytes > free:
-            raise OutputError(
-                f"{destination} needs {needed_bytes / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free",
-                "free some space or choose another destination",
-            )
-        yield staging
-        _replace(staging, destination)
+        with claimed(staging) as is_ours:
+            if not is_ours:
+                raise _is_written_already(destination)
+            try:
+                for leftover in staging.iterdir():
+                    _remove(leftover)
+                free = shutil.disk_usage(staging).free
+                if needed_bytes > free:
+                    raise OutputError(
+                        f"{destination} needs {needed_bytes / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free",
+                        "free some space or choose another destination",
+                    )
+                yield staging
+                _replace(staging, destination)
+            finally:
+                _remove(staging)
     except OSError as error:
         raise write_error(destination, error) from error
-    finally:
-        _remove_tree(staging)
 
 
 def work_path(destination: Path) -> Path:
@@ -87,29 +91,45 @@ def work_path(destination: Path) -> Path:
 
 
 @contextmanager
-def resumable_folder(destination: Path) -> Iterator[Path]:
-    """Give a folder beside `destination` for intermediate files.
+def resumable_folder(destination: Path, files: Path | None = None) -> Iterator[Path]:
+    """Give a folder beside `destination` for intermediate files, to one process at a time.
 
-    It is removed at the end, and after an error that a second try would meet again. When the process is
-    killed or interrupted it stays, and the next one finds its files.
+    It is removed at the end. It stays when the process is killed or interrupted, and when something cannot be
+    written: the next one finds its files. A mistake in the options, or a source that cannot be used, leaves it as
+    it was. files: another folder, where the caller keeps most of them; errors name it.
 
-    Raises OutputError when it cannot be made or written.
+    Raises OutputError when it cannot be made or written, or another process has it.
     """
     work = work_path(destination)
+    found = work.exists()
     try:
-        work.mkdir(parents=True, exist_ok=True)
-        yield work
+        with claimed(work) as is_ours:
+            if not is_ours:
+                raise _is_written_already(destination)
+            try:
+                yield work
+            except (OutputError, OSError) as error:
+                if not any(work.iterdir()):
+                    _remove(work)
+                    raise
+                known = write_error(files or destination, error) if isinstance(error, OSError) else error
+                raise OutputError(
+                    known.message, f"{known.hint}; what is done stays in {files or work}"
+                ) from error
+            except ThinrankError:
+                if not found:
+                    _remove(work)
+                raise
+            _remove(work)
     except OSError as error:
-        _remove_tree(work)
-        raise write_error(destination, error) from error
-    except ThinrankError:
-        _remove_tree(work)
-        raise
-    _remove_tree(work)
+        raise write_error(files or destination, error) from error
 
 
-def check_destination(destination: Path, *, force: bool) -> None:
-    """Raise OutputError unless `destination` is free, or is a checkpoint that `force` may replace."""
+def check_destination(destination: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
+    """Raise OutputError unless `destination` is free, or is a checkpoint that `force` may replace.
+
+    sources: what the checkpoint is made from; a destination that is one of them, or holds one, is never replaced.
+    """
     if not destination.exists() and not destination.is_symlink():
         return
     if destination.is_dir() and not any(destination.iterdir()):
@@ -121,6 +141,18 @@ def check_destination(destination: Path, *, force: bool) -> None:
             f"{destination} exists and is no checkpoint (no {CONFIG_NAME}), so --force does not replace it",
             "choose another destination or remove it yourself",
         )
+    for source in sources:
+        if source.resolve().is_relative_to(destination.resolve()):
+            raise OutputError(
+                f"{destination} holds the source {source}, so --force does not replace it",
+                "choose another destination",
+            )
+
+
+def _is_written_already(destination: Path) -> OutputError:
+    return OutputError(
+        f"another process is writing {destination}", "wait for it, or choose another destination"
+    )
 
 
 def write_error(destination: Path, error: OSError) -> OutputError:
@@ -154,19 +186,24 @@ def _write_weights(
         total=total, unit="B", unit_scale=True, desc="Writing", disable=not progress, leave=False
     ) as bar:
         if len(shards) == 1:
-            _write_safetensors(folder / WEIGHTS_NAME, shards[0], bar)
+            write_safetensors(folder / WEIGHTS_NAME, shards[0], bar.update)
             return
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            _write_safetensors(folder / name, shard, bar)
+            write_safetensors(folder / name, shard, bar.update)
             weight_map |= dict.fromkeys(shard, name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, LazyTensor], bar: tqdm[Any]) -> None:
-    """Stream one safetensors file: 8-byte length, JSON header padded to 8 bytes, then the data."""
+def write_safetensors(
+    path: Path, tensors: Mapping[str, LazyTensor], on_bytes: Callable[[int], object] = lambda count: None
+) -> None:
+    """Stream one safetensors file: 8-byte length, JSON header padded to 8 bytes, then the data.
+
+    on_bytes: told of each tensor's bytes when they are written. Raises OSError.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
@@ -183,7 +220,7 @@ def _write_safetensors(path: Path, tensors: Mapping[str, LazyTensor], bar: tqdm[
         file.write(encoded)
         for name, tensor in tensors.items():
             _write_tensor(file, name, tensor)
-            bar.update(tensor.nbytes)
+            on_bytes(tensor.nbytes)
 
 
 def _write_tensor(file: BinaryIO, name: str, tensor: LazyTensor) -> None:
@@ -200,12 +237,14 @@ def _replace(staging: Path, destination: Path) -> None:
         staging.rename(destination)
         return
     old = destination.with_name(f".{destination.name}.replaced")
-    _remove_tree(old)
+    _remove(old)
     destination.rename(old)
     staging.rename(destination)
-    _remove_tree(old)
+    _remove(old)
 
 
-def _remove_tree(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -66,7 +66,8 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, list(DTYPES))
     destination = Path(destination)
-    check_destination(destination, force=force)
+    sources = [Path(path) for path in (source, base) if path is not None]
+    check_destination(destination, force=force, sources=sources)
     foreign = open_foreign(locate(source))
     base_foreign = None if base is None else open_foreign(locate(base))
     config = _dense_config(foreign, base_foreign)
