@@ -19,6 +19,7 @@ import pytest
 
 from served_model import NAME, Served, load, serving
 from thinrank.engine.engine import Engine
+from thinrank.engine.runner import Runner
 from thinrank.errors import ThinrankError
 from thinrank.server import run
 
@@ -120,7 +121,7 @@ def test_a_slow_reader_delays_nobody(server: Served) -> None:
         started = time.monotonic()
         answers(server)
         assert time.monotonic() - started < 10
-        wait(lambda: is_idle(server), seconds=60)  # it is done although nobody reads
+        wait(lambda: is_idle(server), seconds=180)  # it is done although nobody reads
         data = b""
         while not data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             data += connection.recv(2**20)
@@ -177,18 +178,23 @@ def test_a_dead_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nonsense_from_the_model_ends_what_runs_and_no_more(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(load(folder)) as served, served.http() as http:
-        step = Engine.step
+    """Neither what waits for its turn nor what comes later."""
+    with serving(load(folder, max_num_seqs=1)) as served, served.http() as http, ThreadPoolExecutor() as pool:
+        decode = Runner.decode
 
-        def fail_once(engine: Engine) -> Any:
-            monkeypatch.setattr(Engine, "step", step)
+        def fail_once(runner: Runner, sequences: Any) -> Any:
+            if not served.llm.engine.scheduler.waiting:
+                return decode(runner, sequences)
+            monkeypatch.setattr(Runner, "decode", decode)
             raise ThinrankError("the model computed infinite or undefined logits")
 
-        monkeypatch.setattr(Engine, "step", fail_once)
-        response = http.post("/v1/completions", json=SHORT)
+        running = pool.submit(http.post, "/v1/completions", json=LONG)
+        wait(lambda: bool(served.llm.engine.scheduler.running))
+        monkeypatch.setattr(Runner, "decode", fail_once)
+        answers(served)  # it waits until the other one fails
+        response = running.result()
         assert response.status_code == 500 and "undefined logits" in response.json()["error"]["message"]
-        answers(served)
-        assert is_idle(served)
+        wait(lambda: is_idle(served))
 
 
 def start(folder: Path, *options: str) -> tuple[subprocess.Popen[str], str]:

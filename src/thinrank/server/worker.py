@@ -124,13 +124,10 @@ class EngineWorker:
     def refuse(self, error: EngineDeadError) -> None:
         """End every open feed with an error, and raise it to whoever comes from now on."""
         self._error = self._error or error
-        self._fail_all(self._error)
-
-    def _fail_all(self, error: Exception) -> None:
         feeds, self._feeds = self._feeds, {}
         for request_id, feed in feeds.items():
             self.abort(request_id)
-            feed.fail(error)
+            feed.fail(self._error)
 
     # The rest runs in the engine's thread, save `_deliver` and `_fail`, which it posts to the event loop.
 
@@ -167,11 +164,11 @@ class EngineWorker:
         try:
             tokens = self.pace.step()
         except ThinrankError as error:
-            # That ends whatever ran, and harms nothing that comes later.
+            # That ends whatever ran, and harms nothing that waits or comes later.
             logger.error("a step failed: %s", error)
-            for request_id in {sequence.request_id for sequence in self.engine.scheduler.sequences}:
+            for request_id in {sequence.request_id for sequence in self.engine.scheduler.running}:
                 self.engine.abort(request_id)
-            self._post(self._fail_all, StepFailedError(str(error)))
+                self._post(self._fail, request_id, StepFailedError(str(error)))
             return
         if tokens:
             self._post(self._deliver, tokens, perf_counter())
