@@ -1,17 +1,23 @@
 """Output in a given form, through xgrammar; a random model keeps to it only because it must."""
 
+import asyncio
 import json
 import re
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx2 as httpx
 import pytest
+import xgrammar
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+from xgrammar.testing import _is_grammar_accept_string
 
-from served_model import NAME
+from served_model import NAME, Served
 from thinrank import LLM
-from thinrank.server.forms import MAX_SOURCE
+from thinrank.server import grammar as grammar_module
+from thinrank.server.errors import ApiError
+from thinrank.server.forms import MAX_SOURCE, grammar_source
+from thinrank.server.schema import CompletionRequest
 
 MESSAGES: Any = [{"role": "user", "content": "Who?"}]
 SCHEMA = {
@@ -124,13 +130,91 @@ def test_a_property_may_be_called_like_a_keyword(http: httpx.Client) -> None:
 
 
 def test_a_form_that_cannot_be_completed_ends_and_harms_nobody(http: httpx.Client) -> None:
-    for form in (
-        {"guided_grammar": 'root ::= root "a"'},
-        {"guided_grammar": 'root ::= "b" loop\nloop ::= loop "a"'},
-    ):
-        for options in ({}, {"ignore_eos": True}, {"temperature": 0, "n": 2}):
-            assert text(http, **form, **options) in ("", "b")
+    form = {"guided_grammar": 'root ::= "b" loop\nloop ::= loop "a"'}
+    for options in ({}, {"ignore_eos": True}, {"temperature": 0, "n": 2}):
+        assert text(http, **form, **options) == "b"
     assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("grammar", ['root ::= root "a"', "root ::= root", "root ::= a\na ::= b\nb ::= a"])
+def test_a_form_that_allows_nothing_is_refused(http: httpx.Client, grammar: str) -> None:
+    response = http.post("/v1/completions", json={"prompt": "x", "guided_grammar": grammar})
+    assert response.status_code == 400 and "no output" in response.json()["error"]["message"]
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "violation"),
+    [
+        ({"type": "integer", "multipleOf": 7}, "8"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]"),
+        ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 5}}, "[1]"),
+        (OBJECT | {"additionalProperties": True, "propertyNames": {"pattern": "^[ab]$"}}, '{"c": 1}'),
+        (OBJECT | {"dependentRequired": {"a": ["b"]}}, '{"a": 1}'),
+        (OBJECT | {"minProperties": 2}, '{"a": 1}'),
+        (OBJECT | {"maxProperties": 1}, '{"a": 1, "b": 1}'),
+        (OBJECT | {"unevaluatedProperties": False}, '{"c": 1}'),
+        (OBJECT | {"anyOf": [{"required": ["a"]}]}, "{}"),
+        (OBJECT | {"oneOf": [{"type": "object"}]}, '{"a": "x"}'),
+        (OBJECT | {"not": {"required": ["a"]}}, '{"a": 1}'),
+        ({"$ref": "http://example.com/a"}, "5"),
+        ({"type": "object", "properties": {"a": {"$ref": "b.json"}}, "required": ["a"]}, '{"a": 5}'),
+        ({"$defs": {"x": {"$anchor": "x", "type": "string"}}, "$ref": "#x"}, "5"),
+        ({"$defs": {"x": {"type": "string"}}, "$ref": "#/$defs/x", "maxLength": 1}, '"abc"'),
+        ({"$dynamicRef": "#x"}, "5"),
+        ({"type": "string", "pattern": "^a+$", "maxLength": 2}, '"aaa"'),
+        ({"type": "string", "format": "date", "maxLength": 2}, '"2020-01-01"'),
+        ({"type": "object", "required": ["a"]}, "{}"),
+        ({"type": "object", "additionalProperties": {"type": "integer"}, "required": ["a"]}, '{"b": 1}'),
+        ({"required": ["a"]}, "{}"),
+        ({"minLength": 3}, '"a"'),
+        ({"minimum": 3}, "1"),
+        ({"pattern": "^a$"}, '"b"'),
+        ({"exclusiveMaximum": 3}, "5"),
+        ({"maxItems": 1}, "[1, 1]"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_schema_is_obeyed_or_refused(schema: dict[str, Any], violation: str) -> None:
+    try:
+        source = grammar_source(CompletionRequest(prompt="x", guided_json=schema))
+    except ApiError as error:
+        assert error.status == 400 and error.param == "guided_json"
+        return
+    assert source is not None
+    try:
+        grammar = xgrammar.Grammar.from_json_schema(source.text, strict_mode=True, max_whitespace_cnt=2)
+    except RuntimeError:  # which is a 400
+        return
+    assert not _is_grammar_accept_string(grammar, violation)
+
+
+class Address(BaseModel):
+    street: Annotated[str, Field(max_length=20, description="and number")]
+    floor: Annotated[int, Field(ge=0)] | None = None
+
+
+class Customer(BaseModel):
+    name: Annotated[str, Field(pattern="^[A-Z][a-z]+$")]
+    home: Annotated[Address, Field(description="where bills go")]
+    others: list[Address] = []
+    kind: Literal["new", "old"] = "new"
+    tags: dict[str, int] = {}
+
+
+def test_what_pydantic_writes_is_no_reason_to_refuse() -> None:
+    assert grammar_source(CompletionRequest(prompt="x", guided_json=Customer.model_json_schema()))
+
+
+def test_forms_that_compile_forever_do_not_blame_the_next_one(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT", 0.1)
+    monkeypatch.setattr(served.service._grammars, "_compiling", asyncio.Semaphore(0))
+    response = http.post("/v1/completions", json={"prompt": "x", "guided_regex": "a"})
+    assert response.status_code == 429 and "retry-after" in response.headers
 
 
 def test_a_pattern_may_ask_for_control_characters(http: httpx.Client) -> None:

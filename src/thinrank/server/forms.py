@@ -16,7 +16,21 @@ MAX_SOURCE = 2**16
 _MAX_DEPTH = 64
 _ANY_OBJECT = '{"type": "object"}'
 #: Keywords of JSON Schema that xgrammar reads and does not obey.
-_NOT_OBEYED = {"not", "if", "then", "else", "dependentSchemas"}
+_NOT_OBEYED = {
+    "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "contains", "$dynamicRef", "$recursiveRef"
+}  # fmt: skip
+#: Keywords that xgrammar obeys only where "type" says what they are about.
+_NEED_TYPE = {
+    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern",
+    "format", "minItems", "maxItems", "minProperties", "maxProperties",
+}  # fmt: skip
+#: Where one of these is, xgrammar looks at it alone ...
+_ALONE = ("$ref", "anyOf", "oneOf", "allOf")
+#: ... and forgets these, beside each other and what needs a type.
+_FORGOTTEN = {
+    *_NEED_TYPE, *_ALONE, "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
+    "items", "prefixItems",
+}  # fmt: skip
 #: Those whose values are schemas by name.
 _NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 #: Those whose values are data, in which a keyword means nothing.
@@ -110,10 +124,32 @@ def _ignored_keywords(param: str, schema: Any, depth: int = 0) -> Iterator[str]:
             yield from _ignored_keywords(param, each, depth + 1)
     if not isinstance(schema, dict):
         return
+    yield from _ignored_together(schema)
     for keyword, value in schema.items():
-        if keyword in _NOT_OBEYED or (keyword == "allOf" and isinstance(value, list) and len(value) > 1):
+        if keyword in _NOT_OBEYED:
             yield keyword
         elif keyword in _NAMED_SCHEMAS and isinstance(value, dict):
             yield from _ignored_keywords(param, list(value.values()), depth)
         elif keyword not in _DATA:
             yield from _ignored_keywords(param, value, depth + 1)
+
+
+def _ignored_together(schema: dict[str, Any]) -> Iterator[str]:
+    """What is ignored for its value, or because of the keywords that it stands beside."""
+    if schema.get("uniqueItems") is True:
+        yield "uniqueItems"
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
+        yield "$ref to elsewhere"
+    several = schema.get("allOf")
+    if isinstance(several, list) and len(several) > 1:
+        yield "allOf of several"
+    chosen = next((keyword for keyword in _ALONE if keyword in schema), None)
+    if chosen is not None:
+        yield from (f"{keyword} beside {chosen}" for keyword in _FORGOTTEN & schema.keys() - {chosen})
+    elif not {"type", "const", "enum"} & schema.keys():
+        yield from (f"{keyword} without type" for keyword in _NEED_TYPE & schema.keys())
+    if "properties" not in schema and schema.get("required"):
+        yield "required without properties"
+    for keyword in {"pattern", "format"} & schema.keys():
+        yield from (f"{limit} beside {keyword}" for limit in {"minLength", "maxLength"} & schema.keys())

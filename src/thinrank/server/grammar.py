@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..text import Tokenizer
-from .errors import bad_request
+from .errors import ApiError, bad_request
 from .forms import GrammarSource
 
 if TYPE_CHECKING:
@@ -88,7 +88,18 @@ class Grammars:
         self._compiling = asyncio.Semaphore(_MAX_COMPILING)
 
     async def compile(self, source: GrammarSource) -> Grammar:
-        """Raises ApiError for what is no valid grammar, and when xgrammar is missing."""
+        """Raises ApiError for what is no valid grammar, when others take too long, and when xgrammar is missing."""
+        try:
+            async with asyncio.timeout(COMPILE_TIMEOUT):
+                await self._compiling.acquire()
+        except TimeoutError:
+            raise ApiError(
+                429,
+                f"{_MAX_COMPILING} other forms have been compiling for {COMPILE_TIMEOUT:.0f} s: try again later",
+                param=source.param,
+                code="too_many_requests",
+                headers={"retry-after": f"{COMPILE_TIMEOUT:.0f}"},
+            ) from None
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT):
                 return await self._compile_in_thread(source)
@@ -102,8 +113,8 @@ class Grammars:
             raise bad_request(f"{source.param} cannot be used: {message}", source.param) from error
 
     async def _compile_in_thread(self, source: GrammarSource) -> Grammar:
-        """A thread of its own, which nobody waits for: nothing stops a compilation that has begun."""
-        await self._compiling.acquire()
+        """A thread of its own, which nobody waits for: nothing stops a compilation that has begun. Releases
+        `_compiling` when it ends."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Grammar] = loop.create_future()
 
@@ -130,16 +141,24 @@ class Grammars:
 
     def _compile(self, source: GrammarSource) -> Grammar:
         compiler = self._compiler or self._make_compiler(source.param)
+        preferred = None
         if source.kind == "regex":
-            return Grammar(compiler.compile_regex(source.text), None, self._eos_token_ids)
-        if source.kind == "ebnf":
-            return Grammar(compiler.compile_grammar(source.text), None, self._eos_token_ids)
-        compiled = compiler.compile_json_schema(
-            source.text,
-            strict_mode=source.kind == "schema",  # no properties but the schema's
-            max_whitespace_cnt=_MAX_WHITESPACE,
-        )
-        return Grammar(compiled, self._json_tokens, self._eos_token_ids)
+            compiled = compiler.compile_regex(source.text)
+        elif source.kind == "ebnf":
+            compiled = compiler.compile_grammar(source.text)
+        else:
+            preferred = self._json_tokens
+            compiled = compiler.compile_json_schema(
+                source.text,
+                strict_mode=source.kind == "schema",  # no properties but the schema's
+                max_whitespace_cnt=_MAX_WHITESPACE,
+            )
+        grammar = Grammar(compiled, preferred, self._eos_token_ids)
+        start = Constraint(grammar)
+        start.fill_mask(torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32))
+        if start.finished:
+            raise bad_request(f"{source.param} allows no output at all", source.param)
+        return grammar
 
     def _make_compiler(self, param: str) -> xgrammar.GrammarCompiler:
         try:
