@@ -83,7 +83,10 @@ COMPLETION_ONLY: list[tuple[str, Any]] = [
     ("prompt", [[1], "a"]),
     ("prompt", ["a", 1]),
     ("prompt", {"text": "a"}),
+    ("prompt", ["a", ""]),
+    ("prompt", [[1], []]),
     ("prompt", ["a"] * 3000),
+    ("prompt", [[1]] * 3000),
     ("max_tokens", 0),
     ("logprobs", 21),
     ("logprobs", True),
@@ -102,6 +105,7 @@ CHAT_ONLY: list[tuple[str, Any]] = [
     ("max_completion_tokens", 0),
     ("logprobs", 3),
     ("top_logprobs", 3),
+    ("stream_options", {"include_usage": True}),
     ("chat_template", "{{ messages }}"),
     ("chat_template_kwargs", {"tokenize": True}),
 ]
@@ -120,14 +124,14 @@ def test_a_bad_completion_request(http: httpx.Client, field: str, value: Any) ->
         body = json.dumps(COMPLETION | {"stream": stream} | {field: value})
         error = check(http.post("/v1/completions", content=body, headers=JSON))
         assert error["type"] == "invalid_request_error"
-        assert error["param"] in (field, None)
+        assert error["param"] == field
 
 
 @pytest.mark.parametrize(("field", "value"), SAMPLING + CHAT_ONLY, ids=lambda value: str(value)[:40])
 def test_a_bad_chat_request(http: httpx.Client, field: str, value: Any) -> None:
     content = json.dumps(CHAT | {field: value})
     error = check(http.post("/v1/chat/completions", content=content, headers=JSON))
-    assert error["param"] in (field, None)
+    assert error["param"] == field
 
 
 def test_requests_still_work_after_all_that(http: httpx.Client) -> None:
@@ -162,6 +166,21 @@ def test_a_malformed_body(http: httpx.Client, body: bytes) -> None:
     check(http.post("/v1/completions", content=body, headers=JSON))
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"{", "property name"),
+        (b'{"prompt": "\xe9"}', "utf-8"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "4300 digits"),
+    ],
+    ids=("cut", "latin-1", "deep", "long number"),
+)
+def test_a_body_that_is_no_json_is_told_why(http: httpx.Client, body: bytes, reason: str) -> None:
+    error = check(http.post("/v1/completions", content=body, headers=JSON))
+    assert reason in error["message"] and error["code"] == "invalid_json"
+
+
 def test_json_must_be_declared(http: httpx.Client) -> None:
     error = check(http.post("/v1/completions", content=b'{"prompt": "a"}'))
     assert "Content-Type: application/json" in error["message"]
@@ -189,6 +208,23 @@ def test_a_prompt_that_is_too_long(http: httpx.Client) -> None:
         )
     )
     assert error["code"] == "context_length_exceeded"
+
+
+def test_a_text_that_cannot_fit_is_never_tokenized(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizers need seconds and hundreds of megabytes for it."""
+    text = "a" * (served.service._max_text + 1)
+    monkeypatch.setattr(type(served.llm.tokenizer), "encode", lambda *_, **__: 1 / 0)
+    for path, body, field in (
+        ("/v1/completions", {"prompt": text}, "prompt"),
+        ("/v1/completions", {"prompt": ["a" * 3, text][::-1]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+        ("/tokenize", {"prompt": text}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        error = check(http.post(path, json=body))
+        assert error["code"] == "context_length_exceeded" and error["param"] == field
 
 
 def test_a_request_larger_than_the_cache_is_refused(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -146,7 +147,9 @@ def _add_tokenizer_routes(app: FastAPI, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("one of prompt and messages is needed", "prompt")
         if body.messages is None:
-            token_ids = await service.encode(body.prompt or "", body.add_special_tokens is not False)
+            token_ids = await service.encode(
+                body.prompt or "", body.add_special_tokens is not False, "prompt"
+            )
         else:
             fields = ChatFields.model_validate(body, from_attributes=True)
             token_ids = (await service.encode_chat(fields)).token_ids
@@ -164,10 +167,11 @@ def _add_tokenizer_routes(app: FastAPI, service: Service) -> None:
         """The text of token ids, special tokens included."""
         service.unknown_fields.check(body.model_extra)
         service.check_model(body.model)
-        for token_id in body.tokens:
-            if token_id >= service.vocab_size:
-                raise bad_request(f"token id {token_id} is outside the vocabulary", "tokens")
-        return Detokenized(prompt=service.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        largest = max(body.tokens, default=0)
+        if largest >= service.vocab_size:
+            raise bad_request(f"token id {largest} is outside the vocabulary", "tokens")
+        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return Detokenized(prompt=text)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> TokenizerInfo:

@@ -30,6 +30,7 @@ async def start_chat(service: Service, request: ChatCompletionRequest) -> ChatAn
     """Check everything that can be wrong with a request. Raises ApiError, ThinrankError or EngineDeadError."""
     service.unknown_fields.check(request.model_extra)
     model = service.check_model(request.model)
+    service.check_options(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     limits = {request.max_tokens, request.max_completion_tokens} - {None}

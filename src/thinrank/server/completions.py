@@ -25,6 +25,7 @@ async def start_completion(service: Service, request: CompletionRequest) -> Comp
     """Check everything that can be wrong with a request. Raises ApiError, ThinrankError or EngineDeadError."""
     service.unknown_fields.check(request.model_extra)
     model = service.check_model(request.model)
+    service.check_options(request)
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
     if max_tokens == 0 and not request.echo:
         raise bad_request("max_tokens is 0: that makes sense only with echo", "max_tokens")
@@ -41,7 +42,7 @@ async def start_completion(service: Service, request: CompletionRequest) -> Comp
 
 async def _prompts(service: Service, request: CompletionRequest) -> list[Prompt]:
     return [
-        Prompt(prompt, await service.encode(prompt, request.add_special_tokens))
+        Prompt(prompt, await service.encode(prompt, request.add_special_tokens, "prompt"))
         if isinstance(prompt, str)
         else Prompt(None, prompt)
         for prompt in _several(request.prompt)
@@ -52,7 +53,7 @@ def _several(prompt: CompletionPrompt) -> Sequence[str | TokenIds]:
     """The prompts, of one or several."""
     if isinstance(prompt, str):
         return [prompt]
-    return [cast(TokenIds, prompt)] if not prompt or isinstance(prompt[0], int) else cast(list[str], prompt)
+    return [prompt] if isinstance(prompt[0], int) else cast(list[str], prompt)
 
 
 class CompletionAnswer:

@@ -13,6 +13,8 @@ from pydantic_core import PydanticCustomError
 
 #: Of a seed and of token ids in JSON.
 INT64 = 2**63
+#: Continuations of one request, all its prompts together.
+MAX_CHOICES = 2048
 
 
 def _described(expected: str) -> WrapValidator:
@@ -30,16 +32,22 @@ def _described(expected: str) -> WrapValidator:
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = list[TokenId]
+StopString = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
-    str | Annotated[list[str], Field(max_length=64)] | None, _described("a text, or a list of up to 64 texts")
+    StopString | Annotated[list[StopString], Field(max_length=64)] | None,
+    _described("a text, or a list of up to 64 texts, none of them empty"),
 ]
+_Prompt = Annotated[TokenIds, Field(min_length=1)]
 CompletionPrompt = Annotated[
     str
-    | TokenIds
-    | Annotated[list[str], Field(min_length=1)]
-    | Annotated[list[TokenIds], Field(min_length=1)],
-    _described("a text, a list of token ids, or a list of either"),
+    | _Prompt
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+    | Annotated[list[_Prompt], Field(min_length=1, max_length=MAX_CHOICES)],
+    _described(
+        f"a text, a list of token ids, or a list of up to {MAX_CHOICES} of either, none of them empty"
+    ),
 ]
+_TokenIdKey = Annotated[str, Field(pattern=r"^\d{1,9}$"), _described("a token id")]
 JsonObject = dict[str, Any]
 
 
@@ -115,9 +123,7 @@ class _GenerationRequest(_Request):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
-    logit_bias: (
-        dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
-    ) = None
+    logit_bias: dict[_TokenIdKey, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=2 * INT64)] | None = None
     stop: Stop = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=64)] | None = None
@@ -188,4 +194,4 @@ class TokenizeRequest(_Request):
 
 
 class DetokenizeRequest(_Request):
-    tokens: TokenIds
+    tokens: Annotated[TokenIds, Field(max_length=10**6)]

@@ -22,14 +22,15 @@ from .grammar import Constraint, Grammars
 from .metrics import Metrics
 from .ranks import describe_ranks
 from .sampling import model_defaults, sampling_params
-from .schema import ChatCompletionRequest, ChatFields, CompletionRequest, Message
+from .schema import MAX_CHOICES, ChatCompletionRequest, ChatFields, CompletionRequest, Message
 from .stats import StatsReader
 from .token_text import TokenTexts
 from .unknown_fields import UnknownFields
 from .worker import EngineWorker
 
-#: Continuations of one request, all its prompts together.
-MAX_CHOICES = 2048
+#: Characters that a text may always have, so that a client can count the tokens of more than fits into the model.
+#: Tokenizers take some 2 s and 150 MB a megabyte, and nothing stops them.
+_MIN_TEXT = 10**6
 #: Arguments of transformers' own, which `chat_template_kwargs` must not set.
 _RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
@@ -52,6 +53,8 @@ class Service:
         self.started = int(time.time())
         self.defaults = model_defaults(llm.generation_config) if config.generation_config == "auto" else {}
         self.unknown_fields = UnknownFields()
+        longest_token = max(map(len, llm.tokenizer.backend.get_vocab()))
+        self._max_text = max(_MIN_TEXT, self.max_model_len * longest_token)
         self._grammars = Grammars(llm.tokenizer, self.vocab_size, llm.eos_token_ids)
 
     def check_model(self, name: str | None) -> str:
@@ -66,8 +69,24 @@ class Service:
             )
         return name or self.config.served_model_names[0]
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, without blocking the event loop."""
+    def check_options(self, request: CompletionRequest | ChatCompletionRequest) -> None:
+        """Raises ApiError for what a schema cannot say of single fields."""
+        if request.stream_options is not None and not request.stream:
+            raise bad_request("stream_options needs stream to be true", "stream_options")
+        for token_id in map(int, request.logit_bias or ()):
+            if token_id >= self.vocab_size:
+                raise bad_request(f"token id {token_id} is outside the vocabulary", "logit_bias")
+
+    async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        """Token ids of a text, without blocking the event loop. Raises ApiError, with `param`, for one that is longer
+        than anything that fits into the model."""
+        if len(text) > self._max_text:
+            raise bad_request(
+                f"a text of {len(text)} characters is more than fits into this model's context of "
+                f"{self.max_model_len} tokens: at most {self._max_text} are read",
+                param,
+                "context_length_exceeded",
+            )
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     async def encode_chat(self, fields: ChatFields) -> Prompt:
@@ -88,7 +107,7 @@ class Service:
         options["add_generation_prompt"] = fields.add_generation_prompt and not fields.continue_final_message
         messages = [_template_message(message) for message in fields.messages]
         text = await asyncio.to_thread(self._render, messages, options)
-        return Prompt(text, await self.encode(text, add_special_tokens=False))
+        return Prompt(text, await self.encode(text, add_special_tokens=False, param="messages"))
 
     async def generation(
         self,
@@ -103,18 +122,25 @@ class Service:
         Raises ApiError or ThinrankError for what the client got wrong, EngineDeadError.
         """
         self.worker.check_alive()
+        field = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
         choices = len(prompts) * (request.n or 1)
         if choices > MAX_CHOICES:
-            raise bad_request(f"{choices} choices are more than {MAX_CHOICES}")
+            raise bad_request(
+                f"{choices} choices are more than {MAX_CHOICES}: send fewer prompts, or a lower n", "n"
+            )
+        max_tokens = self._room(prompts, max_tokens)
+        if request.min_tokens is not None and request.min_tokens > max_tokens:
+            raise bad_request(
+                f"min_tokens is {request.min_tokens}, and at most {max_tokens} are generated", "min_tokens"
+            )
         params = sampling_params(
-            request,
-            self.defaults,
-            max_tokens=self._room(prompts, max_tokens),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            request, self.defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )
         for prompt in prompts:
-            self.engine.check(prompt.token_ids, params)
+            try:
+                self.engine.check(prompt.token_ids, params)
+            except ThinrankError as error:
+                raise bad_request(str(error), field) from error
         source = grammar_source(request)
         grammar = None if source is None else await self._grammars.compile(source)
         constraint = None if grammar is None else partial(Constraint, grammar)
