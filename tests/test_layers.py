@@ -63,7 +63,6 @@ EXTRA = {
     "sentencepiece": ("checkpoint/convert", "lazily"),
     "datasets": ("public_text.py", "lazily"),
     "lm_eval": ("eval/", "at the top"),  # of harness.py, whose class is one of its classes
-    "jinja2": ("text.py", "at the top"),  # a dependency of torch; chat templates raise its errors
 }
 LIBRARY = RUNTIME | {"compression", "builtin_text", "public_text", "eval"}
 

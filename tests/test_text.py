@@ -1,5 +1,6 @@
 """Tokenizer, incremental detokenisation and stop strings."""
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,59 @@ def test_missing_and_damaged_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"5", b"[]", b"\xff\xfe", b"[" * 100_000],
+    ids=["empty", "number", "list", "binary", "deep"],
+)
+def test_tokenizer_files_of_other_kinds(tmp_path: Path, name: str, content: bytes) -> None:
+    (save_byte_level(tmp_path) / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer.json": {"model": None}},
+        {"tokenizer.json": {"model": {"type": "BPE", "vocab": [], "merges": []}}},
+        {"tokenizer.json": {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}}}},
+        {"tokenizer_config.json": {"added_tokens_decoder": [1]}},
+        {"tokenizer_config.json": {"tokenizer_class": ["x"]}},
+        {"tokenizer_config.json": {"bos_token": 5}},
+    ],
+    ids=str,
+)
+def test_a_tokenizer_of_other_values(tmp_path: Path, change: dict[str, dict[str, object]]) -> None:
+    save_byte_level(tmp_path)
+    for name, values in change.items():
+        path = tmp_path / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 // 0 }}",
+        "{{ messages.nothing.there }}",
+        "{{ 2.0 ** 99999 }}",
+        "{{ [1, 'a'] | sort }}",
+        "{{ 'x'.encode('zz') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_template_that_fails_is_a_mistake_of_a_person(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer(save_byte_level(tmp_path))
+    with pytest.raises(RequestError, match="the chat template rejects the messages"):
+        tokenizer.render_chat([{"role": "user", "content": "fox"}], chat_template=template)
 
 
 def feed(matcher: StopMatcher, pieces: list[str]) -> tuple[list[str], str | None]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
 from .checkpoint.folder import VOCABULARY_FILES
@@ -39,7 +38,9 @@ class Tokenizer:
             tokenizer = AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:
             raise CheckpointError(
                 f"the tokenizer of {path} cannot be read: {error}", "copy the tokenizer files again"
             ) from error
@@ -110,7 +111,9 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **template_arguments,
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:
             raise RequestError(f"the chat template rejects the messages: {error}") from error
         return text
 
