@@ -33,6 +33,7 @@ def busy_port() -> Iterator[int]:
         ("--max-concurrent-requests 0", ["max_concurrent_requests is 0", "at least 1"]),
         ("--request-timeout 0", ["request_timeout is 0", "above 0"]),
         ("--shutdown-timeout -1", ["shutdown_timeout is -1"]),
+        ("--shutdown-timeout inf", ["shutdown_timeout is inf"]),
         ("--max-num-seqs 0 --port 0", ["max_num_seqs is 0"]),
         ("--port 0 --tokenizer {tmp}", ["has no tokenizer"]),
     ],

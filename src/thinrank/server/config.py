@@ -53,5 +53,5 @@ class ServerConfig:
                 raise OptionError(f"{name} is {getattr(self, name)}", "it must be at least 1")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise OptionError(f"request_timeout is {self.request_timeout}", "it must be above 0")
-        if not self.shutdown_timeout >= 0:
-            raise OptionError(f"shutdown_timeout is {self.shutdown_timeout}", "it must be 0 or more")
+        if not 0 <= self.shutdown_timeout < float("inf"):
+            raise OptionError(f"shutdown_timeout is {self.shutdown_timeout}", "it must be 0 or more, and finite")
