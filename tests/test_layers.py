@@ -13,7 +13,7 @@ import thinrank
 
 PACKAGE = Path(thinrank.__file__).parent
 
-LEAVES = {"errors", "config", "device", "version"}
+LEAVES = {"errors", "config", "device", "version", "whole_file"}
 RUNTIME = LEAVES | {"kernels", "model", "checkpoint", "engine", "text", "outputs", "llm"}
 EVERYTHING = RUNTIME | {
     "compression",
@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "errors": set(),
     "version": set(),
     "builtin_text": set(),
+    "whole_file": set(),
     "public_text": {"errors"},
     "config": {"errors"},
     "device": {"errors"},

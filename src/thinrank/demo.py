@@ -26,6 +26,7 @@ from .llm import LLM
 from .model.cost import parameters
 from .text import Tokenizer
 from .version import __version__
+from .whole_file import write_whole
 
 METHOD, ALLOCATION = "svd-llm", "loss"
 KEEP_RATIOS = (0.9, 0.8)
@@ -182,7 +183,7 @@ def _measure(
     else:
         result = perplexity(llm, held_out_text(), max_windows=PERPLEXITY_WINDOWS, progress=progress)
         folder.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(result.to_json()))
+        write_whole(kept, json.dumps(result.to_json()))
         value = result.value
     messages = [{"role": "user", "content": QUESTION}]
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import OptionError, OutputError
 from ..version import __version__
+from ..whole_file import write_whole
 from .gate import Check
 from .shapes import BenchModel
 from .timing import Nvml
@@ -68,7 +69,7 @@ class ReportFile(Generic[Row]):
             return
         text = json.dumps(self.report.to_json(), indent=1, allow_nan=False) + "\n"
         try:
-            self.path.write_text(text, encoding="utf-8")
+            write_whole(self.path, text)
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror}", "check --output-json") from error
 

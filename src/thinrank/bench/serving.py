@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ..builtin_text import held_out_text
 from ..errors import OptionError, OutputError, ThinrankError, unknown_name
 from ..version import __version__
+from ..whole_file import write_whole
 from .endpoint import Endpoint, Outcome, Sample
 from .load import RandomLoad, send
 from .serving_result import METRICS, ServingResult, parse_goodput, summarize
@@ -214,6 +215,6 @@ def _file_name(settings: dict[str, Any]) -> str:
 
 def _write(path: Path, result: dict[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}", "check --output-json") from error

@@ -18,6 +18,7 @@ import torch
 
 from ..device import cache_folder
 from ..errors import OutputError, ThinrankError
+from ..whole_file import write_whole
 from .tuning import OPS, GemvConfig, Launch, LaunchSettings, choices
 
 FORMAT_VERSION = 1
@@ -89,11 +90,9 @@ def write_settings(path: Path, card: str, settings: LaunchSettings) -> None:
             for launch, config in sorted(settings.entries.items())
         ],
     }
-    staging = path.with_name(f".{path.name}.incomplete")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staging.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        staging.replace(path)
+        write_whole(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}", "name another file") from error
 
