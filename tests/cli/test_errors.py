@@ -525,8 +525,40 @@ def test_a_source_without_permission(
     def forbidden(self: Path, *_: object, **__: object) -> str:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(Path, "read_text", forbidden)
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
     fails("inspect {model}", "cannot read", "config.json", "Permission denied")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inspect {name}",
+        "generate {name} --prompt x",
+        "generate {{model}} --prompt x --tokenizer {name}",
+        "convert {name} {{out}}",
+        "convert {{asvd}} {{out}} --base {name}",
+        "convert {{asvd}} {name}",
+        "export {{model}} {name}",
+        "bench latency --shape tiny --verify --device cpu --output-json {name}",
+    ],
+)
+def test_a_name_that_no_file_system_has(fails: Callable[..., str], command: str) -> None:
+    fails(command.format(name="x" * 5000), "File name too long")
+
+
+@pytest.mark.parametrize("name", ["a--b/c..d", "x/..y", "-x/y", "x." * 60 + "/y"])
+def test_a_source_that_is_neither_path_nor_hub_id(
+    sandbox: Sandbox, fails: Callable[..., str], name: str
+) -> None:
+    fails(["convert", "--", name, str(sandbox.out)], "does not exist", "no hub id")
+
+
+def test_a_folder_that_may_not_be_read(fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(self: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "iterdir", forbidden)
+    fails("inspect {model}", "cannot use", "Permission denied")
 
 
 # What is no mistake of a person

@@ -98,10 +98,12 @@ def header(
 
 
 def at_least(least: int, **values: int) -> None:
-    """Raises OptionError for a value that is less."""
+    """Raises OptionError for a value that is less, or that 64 bits cannot hold, as torch needs it."""
     for name, value in values.items():
         if value < least:
             raise OptionError(f"{name} is {value}", f"it must be at least {least}")
+        if value >= 2**63:
+            raise OptionError(f"{name} is {value}", "it must be less than 2^63")
 
 
 def require_gpu(command: str, device: torch.device) -> None:

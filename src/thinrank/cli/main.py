@@ -6,6 +6,7 @@ interrupted. A bug shows its traceback.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -54,6 +55,9 @@ _MEMORY_HINTS = {
     "compress": "lower --calibration-length or --calibration-samples, or use --device cpu",
 }
 
+#: With what a file system refuses a path that a person named, wherever it is first looked at.
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.ESTALE)
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -99,6 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # The reader is gone. Python flushes stdout once more when it ends; that must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
+        except OSError as error:
+            if error.errno not in _REFUSALS or error.filename is None:
+                raise
+            output.write_message("error", f"cannot use {os.fsdecode(error.filename)}: {error.strerror}")
+            return 2
 
 
 def _run(arguments: list[str]) -> int:

@@ -61,10 +61,12 @@ def locate(source: str | Path) -> Path:
     if not _HUB_ID.fullmatch(str(source)):
         raise CheckpointError(f"{source} does not exist", "check the path")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(source), local_files_only=True))
+    except HFValidationError as error:
+        raise CheckpointError(f"{source} does not exist, and is no hub id", "check the path") from error
     except LocalEntryNotFoundError:
         return _download(str(source))
 
