@@ -2,14 +2,22 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai as openai_package
 import pytest
+from pydantic import BaseModel
 
 from served_model import NAME, Served, load, serving
+from thinrank.server.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 COMPLETION = {"model": NAME, "prompt": "Hello", "max_tokens": 2}
 JSON = {"content-type": "application/json"}
@@ -158,6 +166,10 @@ def test_requests_still_work_after_all_that(http: httpx.Client) -> None:
         b'{"prompt": "a", "cache_salt": "\\udfff"}',
         b'{"prompt": "a", "guided_regex": "\\udfff"}',
         b'{"prompt": "a", "guided_json": {"\\udfff": 1}}',
+        *(
+            b'{"prompt": "a", "user": "\\ud800", "x": ' + b"[" * n + b"]" * n + b"}"
+            for n in range(500, 1000, 20)
+        ),
         b'{"prompt": "a", "guided_json": ' + b'{"items":' * 900 + b"{}" + b"}" * 900 + b"}",
     ],
     ids=lambda body: repr(body[:40]),
@@ -208,6 +220,28 @@ def test_a_prompt_that_is_too_long(http: httpx.Client) -> None:
         )
     )
     assert error["code"] == "context_length_exceeded"
+
+
+def _lists(schema: Any) -> Iterator[dict[str, Any]]:
+    """All validators of lists in a pydantic core schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            yield schema
+        schema = list(schema.values())
+    if isinstance(schema, list | tuple):
+        for each in schema:
+            yield from _lists(each)
+
+
+@pytest.mark.parametrize(
+    "request_type", [CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest]
+)
+def test_a_long_wrong_list_is_refused_at_its_first_mistake(request_type: type[BaseModel]) -> None:
+    """Naming what is wrong with each of a million elements takes ten seconds, in which nobody gets a token."""
+    lists = list(_lists(request_type.__pydantic_core_schema__))
+    assert lists
+    for schema in lists:
+        assert schema.get("fail_fast") or schema.get("max_length", 10**9) <= 64, schema
 
 
 def test_a_text_that_cannot_fit_is_never_tokenized(

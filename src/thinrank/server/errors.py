@@ -103,7 +103,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
     location = [str(part) for part in first["loc"][1:]]
-    if first["type"] == "unicode":
+    if first["type"] == "body":
         return bad_request(first["msg"])
     if not location:
         return bad_request("the body must be a JSON object, sent as Content-Type: application/json")

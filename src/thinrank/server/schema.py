@@ -6,6 +6,7 @@ are not listed are kept aside for `unknown_fields` to judge.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
@@ -31,7 +32,9 @@ def _described(expected: str) -> WrapValidator:
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = list[TokenId]
+#: fail_fast, here and below: an error for each of a million elements takes ten seconds, in which nobody gets a token.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=64)] | None,
@@ -41,8 +44,8 @@ _Prompt = Annotated[TokenIds, Field(min_length=1)]
 CompletionPrompt = Annotated[
     str
     | _Prompt
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-    | Annotated[list[_Prompt], Field(min_length=1, max_length=MAX_CHOICES)],
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    | Annotated[list[_Prompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
     _described(
         f"a text, a list of token ids, or a list of up to {MAX_CHOICES} of either, none of them empty"
     ),
@@ -59,19 +62,13 @@ class _Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_only_unicode(cls, fields: Any) -> Any:
-        """JSON can spell half of a surrogate pair, which no encoder takes."""
-        values = [fields]  # a stack: JSON may be nested deeper than Python recurses
-        while values:
-            value = values.pop()
-            if isinstance(value, str):
-                try:
-                    value.encode()
-                except UnicodeEncodeError:
-                    raise PydanticCustomError("unicode", "there is a lone surrogate in a text") from None
-            elif isinstance(value, dict):
-                values += [*value, *value.values()]
-            elif isinstance(value, list):
-                values += [each for each in value if not isinstance(each, int)]
+        """JSON can spell half of a surrogate pair, which no encoder takes. Looks at all texts at the speed of C."""
+        try:
+            json.dumps(fields, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise PydanticCustomError("body", "there is a lone surrogate in a text") from None
+        except RecursionError:
+            raise PydanticCustomError("body", "the body is nested too deeply") from None
         return fields
 
 
@@ -105,7 +102,7 @@ class StructuredOutputs(BaseModel):
 
     json_: JsonObject | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -137,7 +134,7 @@ class _GenerationRequest(_Request):
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
 
@@ -156,19 +153,25 @@ class TextPart(BaseModel):
     text: str
 
 
+TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
+
+
 class Message(BaseModel):
     """Further fields, such as name and tool_calls, go to the chat template as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Annotated[str | list[TextPart] | None, _described("a text, or a list of text parts")] = None
+    content: Annotated[str | TextParts | None, _described("a text, or a list of text parts")] = None
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class ChatFields(_Request):
     """What makes a conversation a prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: JsonObject | None = None
@@ -185,7 +188,7 @@ class TokenizeRequest(_Request):
     """A prompt, or messages as in a chat completion."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
