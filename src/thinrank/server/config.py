@@ -54,4 +54,6 @@ class ServerConfig:
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise OptionError(f"request_timeout is {self.request_timeout}", "it must be above 0")
         if not 0 <= self.shutdown_timeout < float("inf"):
-            raise OptionError(f"shutdown_timeout is {self.shutdown_timeout}", "it must be 0 or more, and finite")
+            raise OptionError(
+                f"shutdown_timeout is {self.shutdown_timeout}", "it must be 0 or more, and finite"
+            )
