@@ -39,7 +39,8 @@ def test_stats_count_what_happens(folder: Path) -> None:
 
         long = {"prompt": [5] * 100, "max_tokens": 9000, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=long) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # the connection closes when this is gone
+            next(lines)
             running = http.get("/stats").json()
         assert running["num_requests_running"] == 1 and running["kv_cache_usage"] > 0
         cached = (running["decode_step_bytes"] - before["decode_step_bytes"]) // kv_cache_bytes(config, 4, 64)
