@@ -30,9 +30,9 @@ ROW_KEYS = [
     "launches_per_token",
     "copies_per_token",
     "host_ms",
-    "ms_per_token_p20",
-    "ms_per_token_p50",
-    "ms_per_token_p80",
+    "tpot_ms_p20",
+    "tpot_ms_p50",
+    "tpot_ms_p80",
     "gain",
     "factor",
 ]
@@ -66,7 +66,7 @@ def test_factors_multiply_out() -> None:
     }
     table = [_row("low-rank", row, timings, timings[Variant()]) for row in rows]
     [full] = [row for row in table if row.series == "full"]
-    assert full.gain == pytest.approx(20 / timings[FULL].ms_per_token.p50)
+    assert full.gain == pytest.approx(20 / timings[FULL].tpot_ms.p50)
     assert prod(row.factor for row in table if row.series == "ladder") == pytest.approx(full.gain)
     for row in table:
         if row.series == "without":
@@ -186,7 +186,7 @@ def test_a_report(tmp_path) -> None:
     assert len(report.rows) == len(comparisons(False)) + len(comparisons(True))
     layers = SHAPES["tiny"]["num_hidden_layers"]
     for row in report.rows:
-        assert 0 < row.ms_per_token_p20 <= row.ms_per_token_p50 <= row.ms_per_token_p80
+        assert 0 < row.tpot_ms_p20 <= row.tpot_ms_p50 <= row.tpot_ms_p80
         expected = {"split": 3 * layers + 2, "layer": layers + 2, "model": 1}
         assert row.graph == "none" or row.launches_per_token == expected[row.graph]
     eager = {row.change: row for row in report.rows if row.system == "low-rank" and row.series == "without"}

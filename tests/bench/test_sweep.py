@@ -49,7 +49,7 @@ def test_the_sequence_fits_its_blocks() -> None:
         ({"keep_ratios": [0.5, 2]}, "keep_ratio is 2"),
         ({"keep_ratios": []}, "there is no keep_ratio"),
         ({"input_lens": [8, 0]}, "input_len is 0"),
-        ({"contexts": [-1]}, "context is -1"),
+        ({"context_lens": [-1]}, "context_len is -1"),
         ({"num_iters": 0}, "num_iters is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"dtype": "int3"}, "unknown dtype 'int3'"),
@@ -68,7 +68,7 @@ def test_a_report(tmp_path) -> None:
         "tiny",
         keep_ratios=[0.5, 1],
         input_lens=[20],
-        contexts=[100, 33000],  # beyond the shape's positions
+        context_lens=[100, 33000],  # beyond the shape's positions
         num_iters=2,
         num_iters_warmup=1,
         output_json=file,

@@ -191,7 +191,7 @@ def test_the_table_of_many_streams(capsys: pytest.CaptureFixture[str]) -> None:
             "--keep-ratios is '0.5,x': give numbers with commas between them",
         ),
         ("bench sweep --input-lens 0.5", "--input-lens is '0.5'"),
-        ("bench sweep --contexts 0", "context is 0"),
+        ("bench sweep --context-lens 0", "context_len is 0"),
         ("bench throughput", "there is no model: pass one of MODEL and --shape NAME"),
         ("bench throughput --shape tiny --device cpu --streams 1,x", "--streams is '1,x'"),
         ("bench throughput --shape tiny --device cpu --streams 0", "streams is 0"),

@@ -35,13 +35,13 @@ PROFILED_STEPS = 4
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one variant. host_ms: from the call to its return, the GPU idle before. ms_per_token: of a window of
+    """Of one variant. host_ms: from the call to its return, the GPU idle before. tpot_ms: of a window of
     steps, each launched without waiting for the one before. launches and copies: by the host, a token."""
 
     launches_per_token: float
     copies_per_token: float
     host_ms: float
-    ms_per_token: Percentiles
+    tpot_ms: Percentiles
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class AblationRow:
     """One variant of one system in one series; see `Comparison` for series and change, `Variant` for mechanisms.
 
     launches_per_token: kernels and graphs that the host launches. copies_per_token: copies that the host starts; the
-    token itself stays on the device. host_ms: median time to launch a step without waiting for it. ms_per_token:
+    token itself stays on the device. host_ms: median time to launch a step without waiting for it. tpot_ms:
     of a window of steps that are launched without waiting; percentiles over the windows. gain: how much faster than
     the system's base. factor: how much faster the change makes it: against the base (alone), the rung before
     (ladder), or the full path against this variant (without). The factors of a ladder multiply out to `gain`.
@@ -66,9 +66,9 @@ class AblationRow:
     launches_per_token: float
     copies_per_token: float
     host_ms: float
-    ms_per_token_p20: float
-    ms_per_token_p50: float
-    ms_per_token_p80: float
+    tpot_ms_p20: float
+    tpot_ms_p50: float
+    tpot_ms_p80: float
     gain: float
     factor: float
 
@@ -233,7 +233,7 @@ def _time(filled: FilledCache, step: VariantStep, num_iters: int, num_iters_warm
 
 def _row(system: str, comparison: Comparison, timings: dict[Variant, Timing], base: Timing) -> AblationRow:
     timing = timings[comparison.variant]
-    factor = timings[comparison.neighbour].ms_per_token.p50 / timing.ms_per_token.p50
+    factor = timings[comparison.neighbour].tpot_ms.p50 / timing.tpot_ms.p50
     return AblationRow(
         system=system,
         series=comparison.series,
@@ -242,9 +242,9 @@ def _row(system: str, comparison: Comparison, timings: dict[Variant, Timing], ba
         launches_per_token=timing.launches_per_token,
         copies_per_token=timing.copies_per_token,
         host_ms=timing.host_ms,
-        ms_per_token_p20=timing.ms_per_token.p20,
-        ms_per_token_p50=timing.ms_per_token.p50,
-        ms_per_token_p80=timing.ms_per_token.p80,
-        gain=base.ms_per_token.p50 / timing.ms_per_token.p50,
+        tpot_ms_p20=timing.tpot_ms.p20,
+        tpot_ms_p50=timing.tpot_ms.p50,
+        tpot_ms_p80=timing.tpot_ms.p80,
+        gain=base.tpot_ms.p50 / timing.tpot_ms.p50,
         factor=1 / factor if comparison.series == "without" else factor,
     )

@@ -60,7 +60,7 @@ def sweep(
     structure: str = "uniform",
     keep_ratios: Sequence[float] = (0.3, 0.5, 0.7, 1.0),
     input_lens: Sequence[int] = (512, 2048, 8192),
-    contexts: Sequence[int] = (512, 2048, 8192, 16384),
+    context_lens: Sequence[int] = (512, 2048, 8192, 16384),
     num_iters: int = 10,
     num_iters_warmup: int = 2,
     dtype: str = "bfloat16",
@@ -72,8 +72,8 @@ def sweep(
 ) -> Report[SweepRow]:
     """Measure a named shape with random weights at batch 1, every keep_ratio after a check of its logits.
 
-    keep_ratios: 1 is the dense model, whatever the structure. input_lens: of prompts. contexts: tokens in the cache,
-    also more than the shape has positions: with random weights a position is a row of a table. num_iters: prompts,
+    keep_ratios: 1 is the dense model, whatever the structure. input_lens: of prompts. context_lens: tokens in the
+    cache, also more than the shape has positions: with random weights a position is a row of a table. num_iters: prompts,
     and windows of `WINDOW_STEPS` steps, that are measured. output_json: the file to write, after every row. command:
     for the header. on_progress: told what is being done.
 
@@ -84,14 +84,16 @@ def sweep(
     at_least(0, num_iters_warmup=num_iters_warmup, seed=seed)
     for length in input_lens:
         at_least(1, input_len=length)
-    for length in contexts:
-        at_least(1, context=length)
+    for length in context_lens:
+        at_least(1, context_len=length)
     if not keep_ratios:
         raise OptionError("there is no keep_ratio", "name one, or several with commas between them")
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, list(DTYPES))
     target = resolve_device(device)
-    longest = max([length + 2 for length in input_lens] + [length + ROOM for length in contexts], default=0)
+    longest = max(
+        [length + 2 for length in input_lens] + [length + ROOM for length in context_lens], default=0
+    )
     models = [
         with_positions(
             random_model(
@@ -122,7 +124,7 @@ def sweep(
             on_progress(f"measuring {name}, {input_len} tokens in")
             file.add(rows=[_prompt_row(system, input_len, num_iters, num_iters_warmup)])
         system.engine = None
-        for context_len in contexts:
+        for context_len in context_lens:
             on_progress(f"measuring {name}, context {context_len}")
             reset_memory(target)
             file.add(rows=[_context_row(system, context_len, num_iters, num_iters_warmup, bandwidth)])

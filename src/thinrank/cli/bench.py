@@ -155,7 +155,7 @@ def sweep(
     input_lens: Annotated[
         str, typer.Option(metavar="A,B,...", help="Prompt lengths, for the time to the first token.")
     ] = "512,2048,8192",
-    contexts: Annotated[
+    context_lens: Annotated[
         str, typer.Option(metavar="A,B,...", help="Tokens in the cache, for the time per token.")
     ] = "512,2048,8192,16384",
     num_iters: Annotated[int, typer.Option(help="Prompts, and windows of 64 steps, to measure.")] = 10,
@@ -175,7 +175,7 @@ def sweep(
         structure=structure,
         keep_ratios=_numbers("--keep-ratios", keep_ratios, float),
         input_lens=_numbers("--input-lens", input_lens, int),
-        contexts=_numbers("--contexts", contexts, int),
+        context_lens=_numbers("--context-lens", context_lens, int),
         num_iters=num_iters,
         num_iters_warmup=num_iters_warmup,
         dtype=dtype,
@@ -340,9 +340,9 @@ _ABLATION_COLUMNS: dict[str, Callable[[AblationRow], str]] = {
     "launches/token": lambda row: f"{row.launches_per_token:.0f}",
     "copies/token": lambda row: f"{row.copies_per_token:.0f}",
     "host ms": lambda row: f"{row.host_ms:.3f}",
-    "ms/token": lambda row: f"{row.ms_per_token_p50:.3f}",
-    "p20": lambda row: f"{row.ms_per_token_p20:.3f}",
-    "p80": lambda row: f"{row.ms_per_token_p80:.3f}",
+    "ms/token": lambda row: f"{row.tpot_ms_p50:.3f}",
+    "p20": lambda row: f"{row.tpot_ms_p20:.3f}",
+    "p80": lambda row: f"{row.tpot_ms_p80:.3f}",
     "factor": lambda row: f"{row.factor:.2f}x",
     "gain": lambda row: f"{row.gain:.2f}x",
 }
