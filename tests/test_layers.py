@@ -19,6 +19,7 @@ EVERYTHING = RUNTIME | {
     "compression",
     "builtin_text",
     "public_text",
+    "text_files",
     "eval",
     "bench",
     "planning",
@@ -31,23 +32,24 @@ EVERYTHING = RUNTIME | {
 MAY_IMPORT = {
     "errors": set(),
     "version": set(),
-    "builtin_text": set(),
     "whole_file": set(),
+    "builtin_text": set(),
     "public_text": {"errors"},
+    "text_files": {"errors"},
     "config": {"errors"},
     "device": {"errors"},
     "text": LEAVES | {"checkpoint"},  # names of tokenizer files
     "kernels": LEAVES,
     "model": LEAVES | {"kernels"},
     "checkpoint": LEAVES | {"model"},
-    "compression": LEAVES | {"model", "checkpoint", "text", "builtin_text", "public_text"},
+    "compression": LEAVES | {"model", "checkpoint", "text", "builtin_text", "public_text", "text_files"},
     "engine": LEAVES | {"kernels", "model", "checkpoint"},
     "outputs": LEAVES | {"engine", "text"},
     "llm": RUNTIME,
     "integrations": LEAVES | {"model", "checkpoint"},
     "bench": RUNTIME | {"builtin_text"},
-    "eval": RUNTIME
-    | {"builtin_text", "public_text", "bench"},  # the same models, report and Hugging Face as are timed
+    # eval: the same models, report and Hugging Face as are timed
+    "eval": RUNTIME | {"builtin_text", "public_text", "text_files", "bench"},
     "planning": LEAVES | {"model", "checkpoint", "compression", "bench"},  # its ranks, its shapes
     "server": RUNTIME | {"bench"},  # the read bandwidth, for the page
     "chat": RUNTIME,
@@ -65,7 +67,7 @@ EXTRA = {
     "datasets": ("public_text.py", "lazily"),
     "lm_eval": ("eval/", "at the top"),  # of harness.py, whose class is one of its classes
 }
-LIBRARY = RUNTIME | {"compression", "builtin_text", "public_text", "eval"}
+LIBRARY = RUNTIME | {"compression", "builtin_text", "public_text", "text_files", "eval"}
 
 SOURCES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 #: `thinrank/__init__.py` names everything, lazily; the last test covers it.

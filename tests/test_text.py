@@ -32,6 +32,27 @@ def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize("count", [1, 7, 600, 5000, 10**6])
+def test_the_start_of_a_text_is_that_of_all_its_tokens(tokenizer: Tokenizer, count: int) -> None:
+    for text in ("", "short", " ".join(TEXTS) * 300, "lazydog" * 3000, "\n".join(TEXTS * 300)):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.encode_start(text, count) == ids[:count]
+
+
+def test_the_start_of_an_enormous_text_needs_no_more_than_that(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, lengths = tokenizer.encode, []
+
+    def watched(text: str, **options: bool) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", watched)
+    assert len(tokenizer.encode_start("one enormous line " * 10**6, 500)) == 500
+    assert sum(lengths) < 10**5
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_join_to_the_whole(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from .checkpoint.load import load_model
 from .config import EngineConfig, SamplingParams
-from .engine.engine import Engine, check_token_ids
+from .engine.engine import Engine
 from .errors import OptionError, RequestError
-from .model.batch import ForwardBatch
+from .model.batch import ForwardBatch, check_token_ids
 from .model.registry import token_ids as parse_token_ids
 from .outputs import CompletionChunk, Continuation, RequestOutput, RunningRequest
 from .text import Messages, Tokenizer, has_tokenizer

@@ -7,10 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from thinrank import LLM, ThinrankError, compress
+from thinrank.checkpoint.load import open_checkpoint
 from thinrank.compression.truncate import rank_for
 from thinrank.model.registry import parse_config
 from tiny_models import random_tensors, tiny_config, write_folder
-from tiny_text_models import TEXT, dense_model
+from tiny_text_models import TEXT, dense_model, with_tokenizer
+from tiny_tokenizers import save_byte_level
 
 
 def reference_products(folder, config, keep_ratio, samples, length):
@@ -134,7 +136,12 @@ def test_too_few_calibration_tokens_are_warned_about(tmp_path, text_file):
         ),
         ({"keep_ratio": 0.5, "dtype": "int4"}, "known: bfloat16, float16, float32"),
         ({"keep_ratio": 0.5, "calibration_text": "nowhere.txt"}, "cannot read the calibration text"),
-        ({"keep_ratio": 0.5, "calibration_length": 10**7}, "one sample takes"),
+        ({"keep_ratio": 0.5, "calibration_length": 257}, "longer than the model's 256 positions"),
+        ({"keep_ratio": 0.5, "calibration_length": 257, "calibration_text": "self"}, "256 positions"),
+        ({"keep_ratio": [0.5, 0.5000001]}, "would all be written"),
+        ({"keep_ratio": 0.5, "perplexity_text": "x"}, "set max_perplexity_increase too"),
+        ({"ranks": "x.json", "rank_multiple": 8}, "fixes the ranks"),
+        ({"ranks": "x.json", "allocate": "loss"}, "fixes the ranks"),
         ({"keep_ratio": 0.5, "calibration_samples": 0}, "at least 1"),
     ],
 )
@@ -142,7 +149,9 @@ def test_mistakes(options, message, tmp_path):
     _, folder = dense_model(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(ThinrankError, match=message):
-        compress(folder, tmp_path / "out", progress=False, device="cpu", **options)
+        compress(
+            folder, tmp_path / "out", progress=False, device="cpu", **{"calibration_length": 32} | options
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
@@ -153,11 +162,70 @@ def test_low_rank_sources_are_refused(tmp_path):
         compress(tmp_path / "out", tmp_path / "again", method="svd", keep_ratio=0.5, progress=False)
 
 
-def test_nan_weights_are_refused_and_nothing_is_left(tmp_path):
-    config = tiny_config()
+def some_of_every_kind():
+    """A tensor of every kind that a model has."""
+    config = tiny_config("qwen2")
+    kinds = {name.replace("layers.0", "layers.1"): None for name in random_tensors(config)}
+    return [name for name in kinds if "layers.0" not in name]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", some_of_every_kind())
+def test_damaged_weights_are_refused_and_nothing_is_left(name, value, tmp_path, calibrated):
+    """Wherever they are: a method may not look there itself."""
+    config = tiny_config("qwen2")
     tensors = random_tensors(config)
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
-    folder = write_folder(tmp_path / "dense", config, tensors)
-    with pytest.raises(ThinrankError, match=r"layers.1.mlp.up_proj.weight has NaN"):
-        compress(folder, tmp_path / "out", method="svd", keep_ratio=0.5, progress=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
+    tensors[name].view(-1)[3] = value
+    folder = with_tokenizer(write_folder(tmp_path / "dense", config, tensors), config["vocab_size"])
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for method in ("svd", "svd-llm", "dobi-svd"):
+        with pytest.raises(ThinrankError, match=f"{name} has NaN or infinite values"):
+            compress(folder, tmp_path / "out", method=method, keep_ratio=0.5, **calibrated)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_dtype_is_that_of_all_tensors(tied, tmp_path):
+    _, folder = dense_model(tmp_path, model_type="qwen2", tie_word_embeddings=tied)
+    for ratio in (0.5, 1.0):
+        out = tmp_path / f"{ratio}"
+        compress(folder, out, method="svd", keep_ratio=ratio, dtype="bfloat16", progress=False)
+        dtypes = {tensor.dtype for tensor in load_file(out / "model.safetensors").values()}
+        assert dtypes == {torch.bfloat16}
+        assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_tokenizer_of_another_model_is_noticed(tmp_path, text_file):
+    config = tiny_config()
+    folder = save_byte_level(write_folder(tmp_path / "dense", config, random_tensors(config)))
+    options = {"keep_ratio": 0.5, "calibration_length": 32, "device": "cpu", "progress": False}
+    for more in ({}, {"method": "svd", "max_perplexity_increase": 1.0}):
+        with pytest.raises(ThinrankError, match="outside the vocabulary of 101"):
+            compress(folder, tmp_path / "out", calibration_text=text_file, **options, **more)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "text.txt"]
+
+
+@pytest.mark.parametrize("name", ["{keep_ratio}/model", "a/m-{keep_ratio}/b-{keep_ratio}", "x{keep_ratio}"])
+def test_ratios_in_any_part_of_a_destination(name, tmp_path):
+    _, folder = dense_model(tmp_path)
+    compress(folder, tmp_path / name, method="svd", keep_ratio=[0.5, 0.75], progress=False)
+    for ratio in ("0.5", "0.75"):
+        assert open_checkpoint(tmp_path / name.replace("{keep_ratio}", ratio)).config.ranks
+    assert not [path for path in tmp_path.rglob("*") if "{" in path.name]
+
+
+def test_the_source_is_never_replaced(tmp_path):
+    _, folder = dense_model(tmp_path)
+    (tmp_path / "link").symlink_to(folder)
+    (folder.parent / "config.json").write_text("{}")  # looks as if it could be replaced as well
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for destination in (folder, tmp_path / "link", tmp_path):
+        with pytest.raises(ThinrankError, match="holds the source"):
+            compress(folder, destination, method="svd", keep_ratio=0.5, force=True, progress=False)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_multiples_that_miss_the_ratio_are_warned_about(tmp_path):
+    _, folder = dense_model(tmp_path)
+    with pytest.warns(UserWarning, match=r"^1 of the parameters are kept instead of 0.5"):
+        compress(folder, tmp_path / "out", method="svd", keep_ratio=0.5, rank_multiple=64, progress=False)

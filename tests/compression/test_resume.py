@@ -1,15 +1,18 @@
 """A compression that is killed and started again writes the same bytes as an unbroken one."""
 
+import errno
 import hashlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from thinrank import ThinrankError, compress
+from thinrank.checkpoint.save import resumable_folder
 from thinrank.compression import ALLOCATIONS
 from thinrank.compression.methods import METHODS
 from thinrank.compression.ranks import uniform
@@ -39,6 +42,10 @@ compress(sys.argv[1], sys.argv[2], keep_ratio=0.6, allocate="loss", update=True,
 
 def digests(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 def run(folder, destination, text, limit):
@@ -198,17 +205,103 @@ def test_losses_of_ranks_serve_every_ratio(tmp_path, calibrated, monkeypatch):
 
 def test_an_interrupted_run_leaves_its_folder_and_a_refused_one_does_not(tmp_path, calibrated, monkeypatch):
     _, folder = dense_model(tmp_path)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("thinrank.compression.spectra.spectrum", interrupt)
+    monkeypatch.setattr("thinrank.compression.spectra.spectrum", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compress(folder, tmp_path / "out", keep_ratio=0.5, **calibrated)
     assert list((tmp_path / ".out.work").glob("statistics-*/layer-*"))
     monkeypatch.undo()
     compress(folder, tmp_path / "out", keep_ratio=0.5, **calibrated)
     assert not (tmp_path / ".out.work").exists()
+
+
+@pytest.mark.parametrize("file", [1, 3, 8, 20])
+def test_a_disk_that_fills_up_costs_nothing_that_was_done(file, tmp_path, calibrated, monkeypatch):
+    """Whichever file does not fit: one line, nothing half-written, and the next run goes on to the same bytes."""
+    _, folder = dense_model(tmp_path)
+    options = calibrated | {"keep_ratio": 0.6, "allocate": "loss", "update": True}
+    compress(folder, tmp_path / "whole", **options)
+    replace, count = Path.replace, 0
+
+    def full(self, target):
+        nonlocal count
+        count += 1
+        if count >= file:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(ThinrankError, match=r"disk filled up.*what is done stays in .*/\.out\.work"):
+            compress(folder, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    compress(folder, tmp_path / "out", **options)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert not (tmp_path / ".out.work").exists()
+
+
+def test_a_mistake_costs_nothing_that_a_killed_run_has_done(tmp_path, calibrated, monkeypatch):
+    _, folder = dense_model(tmp_path)
+    monkeypatch.setattr("thinrank.compression.spectra.spectrum", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compress(folder, tmp_path / "out", keep_ratio=0.5, **calibrated)
+    monkeypatch.undo()
+    done = sorted((tmp_path / ".out.work").rglob("*"))
+    with pytest.raises(ThinrankError, match="no chat template"):
+        compress(folder, tmp_path / "out", keep_ratio=0.5, calibration_format="chat", **calibrated)
+    assert sorted((tmp_path / ".out.work").rglob("*")) == done
+
+
+def test_one_process_writes_a_destination(tmp_path, calibrated):
+    _, folder = dense_model(tmp_path)
+    with resumable_folder(tmp_path / "out") as work:  # as another process has it
+        (work / "file").touch()
+        with pytest.raises(ThinrankError, match="another process is writing"):
+            compress(folder, tmp_path / "out", keep_ratio=0.5, **calibrated)
+        assert (work / "file").exists()
+    compress(folder, tmp_path / "out", keep_ratio=0.5, **calibrated)
+
+
+#: Methods at the same moment, all with one folder of statistics.
+TOGETHER = """
+import os, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import thinrank.text
+from thinrank import compress
+folder, root, text = map(Path, sys.argv[1:4])
+children = []
+for method in sys.argv[4:]:
+    child = os.fork()
+    if child == 0:
+        own = {"steps": 2} if method == "dobi-svd" else {}
+        try:
+            compress(folder, root / f"{method}-together", method=method, keep_ratio=0.6, calibration_text=text,
+                calibration_samples=8, calibration_length=32, device="cpu", progress=False,
+                statistics=root / "shared", update=method == "svd-llm", **own)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    children.append(child)
+assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
+"""
+
+
+@pytest.mark.slow
+def test_processes_share_statistics(tmp_path, text_file):
+    _, folder = dense_model(tmp_path)
+    methods = ["svd-llm", "basis-sharing", "dobi-svd"]
+    command = [sys.executable, "-c", TOGETHER, str(folder), str(tmp_path), str(text_file), *methods]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("shared/statistics-*"))) == 1
+    assert not list(tmp_path.rglob("*.part"))
+    options = {"calibration_text": text_file, "calibration_samples": 8, "calibration_length": 32}
+    options |= {"device": "cpu", "progress": False, "keep_ratio": 0.6}
+    for method in methods:
+        own = {"steps": 2} if method == "dobi-svd" else {}
+        compress(folder, tmp_path / method, method=method, update=method == "svd-llm", **own, **options)
+        assert digests(tmp_path / f"{method}-together") == digests(tmp_path / method), method
 
 
 def test_hidden_states_go_on_after_the_last_complete_stage(tmp_path):

@@ -212,6 +212,14 @@ def test_a_continuation_beyond_the_window_and_undefined_logits(folders: tuple[Pa
         loglikelihoods(lm, [("a", "b")])
 
 
+def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path) -> None:
+    config = tiny_config()
+    folder = save_byte_level(write_folder(tmp_path / "model", config, random_tensors(config)))
+    lm = ThinrankLM(folder, device="cpu", progress=False)
+    with pytest.raises(ThinrankError, match="outside the vocabulary of 101"):
+        loglikelihoods(lm, [("What is", " this?")])
+
+
 @pytest.mark.parametrize("batch_size", [0, -1, "auto:4", "many", 1.5])
 def test_batch_sizes(batch_size: Any) -> None:
     with pytest.raises(ThinrankError, match="batch_size is"):

@@ -10,7 +10,7 @@ import torch
 
 from thinrank import LLM, ThinrankError, compress
 from thinrank.checkpoint.export import export
-from thinrank.errors import OptionError
+from thinrank.errors import OptionError, RequestError
 from thinrank.eval.perplexity import perplexity
 from thinrank.eval.perplexity_report import perplexities
 from tiny_models import random_tensors, tiny_config, transformers_logits, write_folder
@@ -150,6 +150,15 @@ def test_undefined_logits_are_an_error(model):
 def test_mistakes(model, options, message):
     with pytest.raises(OptionError, match=message):
         perplexity(model[0], TEXT[:100], progress=False, **options)
+
+
+def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path) -> None:
+    config = tiny_config()
+    folder = save_byte_level(write_folder(tmp_path / "model", config, random_tensors(config)))
+    llm = LLM(folder, device="cpu")
+    for max_windows in (None, 2):
+        with pytest.raises(RequestError, match="outside the vocabulary of 101"):
+            perplexity(llm, "What is this? " * 40, window=32, max_windows=max_windows, progress=False)
 
 
 # Several models

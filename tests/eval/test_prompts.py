@@ -52,8 +52,8 @@ def test_files(tmp_path: Path) -> None:
     [
         ("few.txt", b"one\n", "has 1 prompts, 2 are wanted"),
         ("bad.txt", b"\xff\xfe\n", "cannot read the prompts"),
-        ("bad.jsonl", b"{\n{\n", "a line that is no JSON"),
-        ("bad.jsonl", b'"text"\n{}\n', 'a line without {"prompt": text}'),
+        ("bad.jsonl", b"{\n{\n", "line 1 of .* is no JSON object with a"),
+        ("bad.jsonl", b'"text"\n{}\n', "line 1 of .* is no JSON object with a"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:

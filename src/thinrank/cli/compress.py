@@ -124,7 +124,7 @@ def compress(
         rank_multiple=rank_multiple,
         alpha=alpha,
         group_size=group_size,
-        shared=None if shared is None else shared.split(","),
+        shared=None if shared is None else [name.strip() for name in shared.split(",")],
         min_ratio=min_ratio,
         steps=steps,
         update=update,

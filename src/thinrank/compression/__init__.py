@@ -36,9 +36,9 @@ from .methods import method_by_name
 from .ranks import RANK_MULTIPLES, Allocation, RankProblem, Ranks, kept_ratio, read_ranks, uniform
 from .report import CompressionReport
 from .spectra import Spectra
-from .statistics import source_key
+from .statistics import check_finite, source_key
 from .store import fingerprint
-from .targets import Run, targets_of
+from .targets import Run, targets_of, work_beside
 from .units import Unit, units_of
 from .update import refit
 
@@ -46,6 +46,9 @@ __all__ = ["ALLOCATIONS", "CompressionReport", "compress"]
 
 #: Allocations that every method can have instead of its own.
 ALLOCATIONS: dict[str, Allocation] = {"uniform": uniform, "loss": by_loss}
+
+#: How far a rank_multiple may take the kept ratio from what was asked for without a warning.
+MULTIPLES_MAY_MISS_BY = 0.02
 
 
 @torch.no_grad()
@@ -100,7 +103,7 @@ def compress(
     the built-in held-out text) and say in the report whether it grew by at most this share of the source's,
     0.5 for one half. The checkpoint is written either way.
 
-    dtype: of the factors, None for the source's own. Computes in float32, decompositions in float64, on
+    dtype: of all tensors, None for the source's own. Computes in float32, decompositions in float64, on
     `device`.
 
     Warns when there are fewer calibration tokens than the widest input has channels, and about inputs that do
@@ -122,10 +125,17 @@ def compress(
     if rank_multiple not in RANK_MULTIPLES:
         known = ", ".join(map(str, RANK_MULTIPLES))
         raise OptionError(f"rank_multiple is {rank_multiple}", f"it must be one of {known}")
+    if ranks is not None and (allocate is not None or rank_multiple != 1):
+        raise OptionError(f"{ranks} fixes the ranks", "leave out allocate and rank_multiple")
+    if perplexity_text is not None and max_perplexity_increase is None:
+        raise OptionError(
+            "perplexity_text is for a limit, and there is none", "set max_perplexity_increase too"
+        )
     targets = targets_of(str(destination), keep_ratio, ranks)
+    beside = work_beside(str(destination))
     checkpoint = open_checkpoint(source)
     run = Run(
-        Path(destination),
+        beside,
         force,
         fingerprint(
             source_key(checkpoint),
@@ -134,7 +144,8 @@ def compress(
         ),
     )
     for target in targets:
-        check_destination(target.destination, force=run.may_replace(target.destination))
+        force_this = run.may_replace(target.destination)
+        check_destination(target.destination, force=force_this, sources=[checkpoint.path])
     if checkpoint.config.ranks:
         raise CheckpointError(f"{source} is low-rank already", "name the dense model that it was made from")
     units = units_of(checkpoint.config, modules, chosen.group_size, chosen.shared)
@@ -142,23 +153,21 @@ def compress(
     target_device = resolve_device(device)
     calibrated = chosen.scaling is not None or update or (fixed is None and allocation is not uniform)
     calibrated = calibrated and any(target.keep_ratio != 1 for target in targets)
+    check_finite(checkpoint, progress)
     gate = None
     if max_perplexity_increase is not None:
         gate = PerplexityGate.build(checkpoint, max_perplexity_increase, perplexity_text, target_device)
 
     reports = []
-    with resumable_folder(Path(destination)) as work:
-        root = work if statistics is None else Path(statistics)
+    kept_files = None if statistics is None else Path(statistics)
+    with resumable_folder(beside, kept_files) as work:
+        root = kept_files or work
         calibration = Calibration(
             calibration_text, calibration_samples, calibration_length, calibration_format, seed
         )
         sequences = calibration.sequences(checkpoint, root, target_device, progress) if calibrated else None
         if sequences is not None:
             _warn_if_few(sequences, checkpoint.config)
-            if update and len(sequences) < 2:
-                raise OptionError(
-                    "an update needs at least 2 calibration samples", "raise --calibration-samples"
-                )
         measurements = Measurements(checkpoint, sequences, root, target_device, progress)
         spectra = Spectra(checkpoint, chosen, measurements, root, target_device)
         for target in targets:
@@ -180,9 +189,15 @@ def compress(
                         stacklevel=3,
                     )
             kept = kept_ratio(units, target_ranks)
-            run.begin(target.destination)
+            if rank_multiple > 1 and abs(kept - (target.keep_ratio or kept)) > MULTIPLES_MAY_MISS_BY:
+                warnings.warn(
+                    f"{kept:.3g} of the parameters are kept instead of {target.keep_ratio:g}: ranks are multiples of"
+                    f" {rank_multiple}, and modules without room for one stay dense",
+                    stacklevel=3,
+                )
             replace = run.may_replace(target.destination)
-            _save(model, chosen, kept, target.destination, dtype, replace, progress)
+            with run.writing(target.destination):
+                _save(model, chosen, kept, target.destination, dtype, replace, progress)
             perplexity = None if gate is None else gate.measure(target.destination)
             reports.append(
                 CompressionReport(
@@ -265,6 +280,9 @@ def _save(
         }
         section = LowRankSection(low_rank.ranks, low_rank.tied_factors, source)
         config["quantization_config"] = section.to_json()
+    if dtype is not None:
+        config["torch_dtype"] = dtype
+        config.pop("dtype", None)
     tensors = model.tensors(None if dtype is None else DTYPES[dtype])
     files = tokenizer_files(checkpoint.path)
     save_checkpoint(destination, config, tensors, files, force=force, progress=progress)

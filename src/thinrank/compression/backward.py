@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
+from ..checkpoint.claim import in_turn
 from ..checkpoint.load import OpenCheckpoint
 from ..model.layers import DecoderLayer
-from .quality import head_of
-from .statistics import batch_of, batches, embed
+from .quality import check_predictions, head_of
+from .statistics import batch_of, batches, embed, weights_of
 from .store import HiddenStates, write_tensors
 
 #: Tokens that go backward through a layer together: autograd keeps about 40 activations of each.
@@ -48,12 +49,27 @@ def backpropagate(
     build: makes layer i, once on the way forward and once on the way back. Projections of it may hook what they
     compute, and tensors in it may require gradients: both see the gradient of the next-token loss, summed over
     all tokens. collect: what to keep of a layer after that. bar: moves by one a layer, twice.
+
+    Raises OptionError for sequences of a single token, which predict nothing.
     """
-    config = checkpoint.config
-    layers = config.num_hidden_layers
-    if is_complete(folder, layers):
-        bar.update(2 * layers)
-        return
+    check_predictions(sequences)
+    with in_turn(folder):
+        if is_complete(folder, checkpoint.config.num_hidden_layers):
+            bar.update(2 * checkpoint.config.num_hidden_layers)
+        else:
+            _run(checkpoint, sequences, folder, device, build, collect, bar)
+
+
+def _run(
+    checkpoint: OpenCheckpoint,
+    sequences: Tensor,
+    folder: Path,
+    device: torch.device,
+    build: Callable[[int], DecoderLayer],
+    collect: Callable[[DecoderLayer], Mapping[str, Tensor]],
+    bar: tqdm[Any],
+) -> None:
+    config, layers = checkpoint.config, checkpoint.config.num_hidden_layers
     shape = (sequences.numel(), config.hidden_size)
     forward = HiddenStates(folder, "forward", shape, keep=True)
     # Stage s of the backward stream is the gradient by the input of layer `layers - s`.
@@ -87,7 +103,7 @@ def _start(
     checkpoint: OpenCheckpoint, sequences: Tensor, last: Tensor, backward: HiddenStates, device: torch.device
 ) -> float:
     """Write the gradient of the summed loss by the stream after the last layer; the loss in nats a token."""
-    head = head_of(checkpoint.config, lambda name: checkpoint.read(name, device, "float32"))
+    head = head_of(checkpoint.config, weights_of(checkpoint, device))
     target, total = backward.new(), 0.0
     for start, ids in batches(sequences, 1):
         rows = slice(start, start + ids.numel())
@@ -97,7 +113,7 @@ def _start(
         target[rows] = torch.autograd.grad(loss, hidden)[0].to(target.device)
         total += loss.item()
     backward.commit(0)
-    return total / max(1, sequences.numel() - len(sequences))
+    return total / (sequences.numel() - len(sequences))
 
 
 def _go_back(

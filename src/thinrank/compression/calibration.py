@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..checkpoint.load import OpenCheckpoint
 from ..errors import OptionError, unknown_name
+from ..model.batch import check_token_ids
 from ..text import Tokenizer
 from .self_generated import self_generated
 from .texts import read_text
@@ -37,10 +38,18 @@ class Calibration:
         self, checkpoint: OpenCheckpoint, root: Path, device: torch.device, progress: bool
     ) -> Tensor:
         """Token ids, int64 [samples, length]. root: keeps what the model has written. Raises as
-        `calibration_sequences` does."""
+        `calibration_sequences` does, and OptionError for samples that the model has no positions for."""
+        positions = checkpoint.config.max_position_embeddings
+        if self.length > positions:
+            raise OptionError(
+                f"calibration samples of {self.length} tokens are longer than the model's {positions} positions",
+                "lower --calibration-length",
+            )
         if self.text != SELF:
             tokenizer = Tokenizer(checkpoint.path)
-            return calibration_sequences(tokenizer, self.text, self.samples, self.length, self.format)
+            sequences = calibration_sequences(tokenizer, self.text, self.samples, self.length, self.format)
+            check_token_ids(sequences.flatten().tolist(), checkpoint.config.vocab_size)
+            return sequences
         if self.format != "text":
             raise OptionError(
                 f"text of the model's own is not written as {self.format}", "leave the calibration format out"
@@ -58,15 +67,17 @@ def calibration_sequences(
     wrap every sample as a turn of the user, with the first quarter of its text, and one of the assistant.
     A text that is too short gives fewer samples, with a warning.
 
-    Raises OptionError when the text cannot be read or has less than one sample, RequestError when the format
-    is "chat" and the model has no chat template.
+    Raises OptionError when the text cannot be read or has less than one sample, or when the format is "chat" and
+    the model has no chat template.
     """
     if format not in FORMATS:
         raise unknown_name("calibration format", format, list(FORMATS))
     check_size(samples, length)
+    if format == "chat" and tokenizer.chat_template is None:
+        raise OptionError("the model has no chat template", "leave --calibration-format out")
     opening, middle = _chat_frame(tokenizer) if format == "chat" else ([], [])
     step = length - len(opening) - len(middle)
-    tokens = tokenizer.encode(read_text(text), add_special_tokens=False)
+    tokens = tokenizer.encode_start(read_text(text), samples * max(step, 1))
     available = len(tokens) // step if step > 0 else 0
     if not available:
         raise OptionError(

@@ -43,8 +43,9 @@ class CompressedModel:
         return replace(self.checkpoint.config, ranks=ranks, tied_factors=tied)
 
     def tensors(self, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
-        """Everything to store. dtype: of the factors; None: that of the dense weight."""
-        return self._tensors(dtype, _balanced)
+        """Everything to store. dtype: of all tensors; None: each its own, factors that of the dense weight."""
+        tensors = self._tensors(dtype, _balanced)
+        return {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
 
     def source(self, device: torch.device) -> Callable[[str], Tensor]:
         """Tensors by name in float32 on `device`; factors as they are before balancing and cast."""

@@ -12,8 +12,10 @@ from torch import Tensor
 from ..builtin_text import held_out_text
 from ..checkpoint.load import OpenCheckpoint, open_checkpoint
 from ..errors import OptionError
+from ..model.batch import check_token_ids
 from ..text import Tokenizer
 from .quality import mean_loss
+from .statistics import weights_of
 from .texts import read_text
 
 #: Windows that are scored: the first of the text, not overlapping, each on its own, without BOS.
@@ -39,13 +41,14 @@ class PerplexityGate:
             raise OptionError(f"max_perplexity_increase is {max_increase:g}", "it must be 0 or more")
         content = held_out_text() if text is None else read_text(text)
         window = min(WINDOW, checkpoint.config.max_position_embeddings)
-        ids = Tokenizer(checkpoint.path).encode(content, add_special_tokens=False)
+        ids = Tokenizer(checkpoint.path).encode_start(content, WINDOWS * window)
         windows = min(WINDOWS, len(ids) // window)
         if not windows:
             raise OptionError(
                 f"the text for perplexity has {len(ids)} tokens and one window takes {window}",
                 "name a longer one",
             )
+        check_token_ids(ids, checkpoint.config.vocab_size)
         sequences = torch.tensor(ids[: windows * window]).view(windows, window)
         return PerplexityGate(sequences, _perplexity(checkpoint, sequences, device), max_increase, device)
 
@@ -59,5 +62,6 @@ class PerplexityGate:
 
 
 def _perplexity(checkpoint: OpenCheckpoint, sequences: Tensor, device: torch.device) -> float:
-    loss = mean_loss(checkpoint.config, lambda name: checkpoint.read(name, device, "float32"), sequences)
-    return math.exp(min(loss, 700.0))
+    loss = mean_loss(checkpoint.config, weights_of(checkpoint, device), sequences)
+    # Beyond float64's range, or undefined: the worst there is, in a report a number like any other.
+    return math.exp(min(loss, 700.0) if math.isfinite(loss) else 700.0)

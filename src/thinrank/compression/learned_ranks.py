@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..checkpoint.claim import in_turn
 from ..checkpoint.safetensors_reader import read_safetensors
 from ..model.layers import DecoderLayer
 from .backward import backpropagate, gradient_path
 from .gates import GatedLinear, Gates
 from .ranks import RankProblem
-from .sensitivity import PROJECTIONS
-from .statistics import VERSION, finite_weights
+from .statistics import PROJECTIONS, VERSION, weights_of
 from .store import fingerprint, write_tensors
 
 #: Calibration tokens of a step, in whole sequences.
@@ -72,13 +72,19 @@ class Training:
 
 def learn(problem: RankProblem, steps: int) -> Gates:
     """The gates of problem.units, each a single module, after so many steps."""
-    measurements, units = problem.measurements, problem.units
-    names = [unit.name for unit in units]
+    measurements = problem.measurements
+    names = [unit.name for unit in problem.units]
     key = fingerprint(
         VERSION, problem.spectra.key, measurements.tokens.tolist(), names, problem.keep_ratio, steps
     )
     folder = measurements.root / f"gates-{key}"
     folder.mkdir(parents=True, exist_ok=True)
+    with in_turn(folder):
+        return _learn(problem, steps, folder).gates
+
+
+def _learn(problem: RankProblem, steps: int, folder: Path) -> Training:
+    measurements, units = problem.measurements, problem.units
     state = Training.start(Gates.within(units, problem.keep_ratio))
     done = max((int(path.stem.rpartition("-")[2]) for path in folder.glob("step-*.safetensors")), default=0)
     if done:
@@ -105,7 +111,7 @@ def learn(problem: RankProblem, steps: int) -> Gates:
             state = state.after(prices, number, rate, problem.keep_ratio)
             state.write(_step_path(folder, number + 1))
             shutil.rmtree(work)
-    return state.gates
+    return state
 
 
 def rows_of(number: int, samples: int, length: int) -> list[int]:
@@ -129,7 +135,7 @@ def _gradients(
     """Of the summed loss on the sequences by the gates of each unit: [k] each. work: folder of the pass."""
     checkpoint, device = problem.measurements.checkpoint, problem.measurements.device
     values = dict(zip(gates.units, gates.values(sharpness), strict=True))
-    get = finite_weights(checkpoint, device)
+    get = weights_of(checkpoint, device)
 
     def build(index: int) -> DecoderLayer:
         layer = DecoderLayer.build(checkpoint.config, index, get)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..config import ModelConfig
+from ..errors import OptionError
 from ..model.decoder import Decoder
 from ..model.layers import DecoderLayer, DenseLinear, TensorSource
 from .statistics import BATCH_TOKENS, batch_of, batches
@@ -17,6 +18,15 @@ def head_of(config: ModelConfig, get: TensorSource) -> Decoder:
     embed_tokens = get("model.embed_tokens.weight")
     lm_head = embed_tokens if config.tie_word_embeddings else get("lm_head.weight")
     return Decoder(config, embed_tokens, (), get("model.norm.weight").float(), DenseLinear(lm_head))
+
+
+def check_predictions(sequences: Tensor) -> None:
+    """Raise OptionError when sequences, int64 [samples, length], have no token to predict."""
+    if sequences.shape[1] < 2:
+        raise OptionError(
+            "a sample of one token has no next one, whose loss could be measured",
+            "raise --calibration-length",
+        )
 
 
 @torch.no_grad()

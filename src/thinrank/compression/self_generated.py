@@ -17,7 +17,7 @@ from ..checkpoint.load import OpenCheckpoint
 from ..config import BLOCK_SIZE, ModelConfig
 from ..model.batch import ForwardBatch, KVLayer, PagedContext
 from ..model.decoder import Decoder
-from .statistics import VERSION, finite_weights, source_key
+from .statistics import VERSION, source_key, weights_of
 from .store import computed, fingerprint
 
 #: Sequences that are written together.
@@ -39,18 +39,19 @@ def self_generated(
     give equal text on a CPU.
     """
     key = fingerprint(VERSION, source_key(checkpoint), samples, length, seed, device.type)
-    root.mkdir(parents=True, exist_ok=True)
+    folder = root / f"text-{key}"
+    folder.mkdir(parents=True, exist_ok=True)
 
     def write() -> dict[str, Tensor]:
         return {"token_ids": _write(checkpoint, samples, length, seed, device, progress)}
 
-    return computed(root / f"text-{key}.safetensors", write)["token_ids"].read()
+    return computed(folder / "tokens.safetensors", write)["token_ids"].read()
 
 
 def _write(
     checkpoint: OpenCheckpoint, samples: int, length: int, seed: int, device: torch.device, progress: bool
 ) -> Tensor:
-    decoder = Decoder.build(checkpoint.config, finite_weights(checkpoint, device))
+    decoder = Decoder.build(checkpoint.config, weights_of(checkpoint, device))
     generator = torch.Generator().manual_seed(seed)
     parts = []
     with tqdm(desc="Writing text", total=samples * length, unit="token", disable=not progress) as bar:

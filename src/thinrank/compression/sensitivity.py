@@ -20,9 +20,7 @@ from ..checkpoint.load import OpenCheckpoint
 from ..checkpoint.safetensors_reader import read_safetensors
 from ..model.layers import DecoderLayer, Projection
 from .backward import backpropagate, gradient_path, is_complete
-from .statistics import Statistics, finite_weights, layer_of
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from .statistics import PROJECTIONS, Statistics, layer_of, weights_of
 
 #: Sequences of the backward pass.
 SEQUENCES = 16
@@ -71,7 +69,7 @@ def measure(
     if is_complete(folder, layers):
         return Sensitivity(folder)
     sequences = sequences[:SEQUENCES]
-    get = finite_weights(checkpoint, device)
+    get = weights_of(checkpoint, device)
 
     def watched(index: int) -> DecoderLayer:
         layer = DecoderLayer.build(config, index, get)

@@ -12,16 +12,16 @@ from ..checkpoint.load import OpenCheckpoint
 from ..checkpoint.tensors import LazyTensor
 from .measurements import Measurements
 from .method import Inputs, Method, Scaling
-from .statistics import INPUT_OF, VERSION, finite_weights, source_key
+from .statistics import INPUT_OF, VERSION, source_key, weights_of
 from .store import computed, fingerprint
-from .truncate import spectrum
+from .truncate import relative_error, spectrum
 from .units import Unit
 
 
 class Spectra:
     """Spectra of units, each computed when it is first asked for.
 
-    Nothing is computed before it is asked for. Raises CheckpointError for weights that are not finite.
+    Nothing is computed before it is asked for.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Spectra:
     ):
         self._checkpoint, self._method, self._measurements = checkpoint, method, measurements
         self._root, self._device = root, device
-        self._get = finite_weights(checkpoint, device)
+        self._get = weights_of(checkpoint, device)
         # Projections with the same inputs follow each other and share the scaling.
         self._scaling = lru_cache(maxsize=1)(self._compute_scaling)
 
@@ -69,9 +69,7 @@ class Spectra:
 
     def relative_error(self, unit: Unit, rank: int) -> float:
         """||(W - W') S|| / ||W S||, from the values that are cut off."""
-        energy = self.values(unit).square()
-        total = energy.sum().item()
-        return (energy[rank:].sum().item() / total) ** 0.5 if total else 0.0
+        return relative_error(self.values(unit), rank)
 
     def cut(self, unit: Unit, rank: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """factor_in [rank, in] and the factor_out [out, rank] of each module, float32 on the device."""

@@ -6,6 +6,7 @@ memory at a time; the residual stream of all tokens lies in a mapped file.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..checkpoint.claim import in_turn
 from ..checkpoint.folder import weight_files
 from ..checkpoint.load import OpenCheckpoint
 from ..checkpoint.safetensors_reader import read_safetensors
@@ -23,7 +25,8 @@ from ..checkpoint.tensors import LazyTensor
 from ..errors import CheckpointError
 from ..model.batch import ForwardBatch
 from ..model.layers import DecoderLayer, Projection, TensorSource
-from .store import HiddenStates, fingerprint, write_json, write_tensors
+from ..whole_file import write_whole
+from .store import HiddenStates, fingerprint, write_tensors
 
 #: Projection -> the one at which the statistics of their common input are collected.
 INPUT_OF = {
@@ -35,6 +38,7 @@ INPUT_OF = {
     "up_proj": "gate_proj",
     "down_proj": "down_proj",
 }
+PROJECTIONS = tuple(INPUT_OF)
 
 #: Tokens that pass through a layer together; bounds the activations in memory.
 BATCH_TOKENS = 4096
@@ -109,7 +113,7 @@ def collect(
     sequences: int64 [samples, length]. Another model, other tokens or another kind of device have another
     folder, so stale statistics are never used. A pass that was killed goes on after its last layer.
 
-    Raises CheckpointError when a weight or an activation is not finite.
+    Raises CheckpointError when an activation is not finite.
     """
     config = checkpoint.config
     key = fingerprint(VERSION, source_key(checkpoint), sequences.tolist(), device.type)
@@ -121,11 +125,17 @@ def collect(
         "length": sequences.shape[1],
         "device": device.type,
     }
-    write_json(folder / "about.json", about)
-    statistics = Statistics(folder, key, sequences.numel())
-    if all(_layer_path(folder, index).is_file() for index in range(config.num_hidden_layers)):
-        return statistics
-    get = finite_weights(checkpoint, device)
+    with in_turn(folder):
+        if not all(_layer_path(folder, index).is_file() for index in range(config.num_hidden_layers)):
+            write_whole(folder / "about.json", json.dumps(about, indent=2) + "\n")
+            _collect_layers(checkpoint, sequences, folder, device, progress)
+    return Statistics(folder, key, sequences.numel())
+
+
+def _collect_layers(
+    checkpoint: OpenCheckpoint, sequences: Tensor, folder: Path, device: torch.device, progress: bool
+) -> None:
+    config, get = checkpoint.config, weights_of(checkpoint, device)
     hidden = HiddenStates(folder, "hidden", (sequences.numel(), config.hidden_size))
     if hidden.stage is None:
         embed(checkpoint, sequences, hidden)
@@ -143,19 +153,20 @@ def collect(
         write_tensors(_layer_path(folder, index), _observe(layer, hidden, index, sequences.shape[1], device))
         hidden.commit(index + 1)
     hidden.remove()
-    return statistics
 
 
-def finite_weights(checkpoint: OpenCheckpoint, device: torch.device) -> TensorSource:
-    """float32 tensors on `device`. Raises CheckpointError for one with NaN or infinite values."""
+def weights_of(checkpoint: OpenCheckpoint, device: torch.device) -> TensorSource:
+    """Its tensors by name, in float32 on `device`."""
+    return lambda name: checkpoint.read(name, device, "float32")
 
-    def get(name: str) -> Tensor:
-        tensor = checkpoint.read(name, device, "float32")
-        if not tensor.isfinite().all():
+
+def check_finite(checkpoint: OpenCheckpoint, progress: bool) -> None:
+    """Raise CheckpointError for a tensor with NaN or infinite values. Reads everything once."""
+    for name, tensor in tqdm(
+        checkpoint.tensors.items(), desc="Checking", unit="tensor", disable=not progress, leave=False
+    ):
+        if not tensor.read().isfinite().all():
             raise CheckpointError(f"{name} has NaN or infinite values", "the source is damaged")
-        return tensor
-
-    return get
 
 
 def embed(checkpoint: OpenCheckpoint, sequences: Tensor, hidden: HiddenStates) -> None:
@@ -184,7 +195,7 @@ def _observe(
     layer: DecoderLayer, hidden: HiddenStates, index: int, length: int, device: torch.device
 ) -> dict[str, Tensor]:
     """Pass the stream of stage `index` through one layer into the next stage, and return its statistics."""
-    observers: dict[str, Any] = {name: InputObserver(getattr(layer, name)) for name in set(INPUT_OF.values())}
+    observers: dict[str, Any] = {name: InputObserver(getattr(layer, name)) for name in INPUT_OF.values()}
     watched = replace(layer, **observers)
     source, target = hidden.read(index), hidden.new()
     cosines = 0.0
@@ -194,7 +205,9 @@ def _observe(
         before = source[rows].to(device)
         after = watched(before, batch_of(part % length, device))
         if not after.isfinite().all():
-            raise CheckpointError("the model computes NaN or infinite activations", "its weights are damaged")
+            raise CheckpointError(
+                "the model computes NaN or infinite activations", "its weights are too large, or damaged"
+            )
         cosines += F.cosine_similarity(before, after).double().sum().item()
         target[rows] = after.to(target.device)
     tensors = {"similarity": torch.tensor(cosines / len(source), dtype=torch.float64)}

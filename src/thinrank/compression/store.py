@@ -1,7 +1,7 @@
 """Intermediate results on disk, written so that a process killed at any moment loses nothing that was finished.
 
-A file has its name only when it is complete. The same inputs give the same bytes, so a resumed run cannot
-be told from an unbroken one.
+A file has its name only when it is complete. Processes that share a folder wait for each other. The same inputs
+give the same bytes, so a resumed run cannot be told from an unbroken one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from ..checkpoint.claim import in_turn
 from ..checkpoint.safetensors_reader import read_safetensors
+from ..checkpoint.save import write_safetensors
 from ..checkpoint.tensors import LazyTensor
 
 
@@ -30,20 +31,19 @@ def fingerprint(*parts: Any) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     part = path.with_name(f"{path.name}.part")
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, part)
-    part.replace(path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_safetensors(part, {name: LazyTensor.of(tensor.cpu()) for name, tensor in tensors.items()})
     part.replace(path)
 
 
 def computed(path: Path, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, LazyTensor]:
-    """The tensors of `path`, which are computed and written first if nobody has done that yet."""
+    """The tensors of `path`, which are computed and written first if nobody has done that yet.
+
+    One process at a time computes what lies in a folder. compute: may wait for other folders, never for this one.
+    """
     if not path.is_file():
-        write_tensors(path, compute())
+        with in_turn(path.parent):
+            if not path.is_file():
+                write_tensors(path, compute())
     return read_safetensors(path)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.save import work_path
-from ..errors import OptionError
+from ..errors import OptionError, ThinrankError
 from .store import fingerprint
+
+#: Stands for the ratio in a destination.
+PLACEHOLDER = "{keep_ratio}"
 
 
 @dataclass(frozen=True)
@@ -23,22 +27,37 @@ class Target:
 class Run:
     """Tells a destination that this very run wrote before it was killed from one that was there already.
 
-    destination: as on the command line. key: of all options.
+    beside: the path beside which its intermediate files lie. key: of all options.
     """
 
-    destination: Path
+    beside: Path
     force: bool
     key: str
 
-    def begin(self, destination: Path) -> None:
-        """Note that the destination, which is free or may be replaced, is about to be written."""
+    @contextmanager
+    def writing(self, destination: Path) -> Iterator[None]:
+        """Note that the destination, which is free or may be replaced, is this run's, if it comes about."""
         self._mark(destination).touch()
+        try:
+            yield
+        except ThinrankError:
+            if not destination.exists():
+                self._mark(destination).unlink()
+            raise
 
     def may_replace(self, destination: Path) -> bool:
         return self.force or self._mark(destination).exists()
 
     def _mark(self, destination: Path) -> Path:
-        return work_path(self.destination) / f"writing-{fingerprint(self.key, str(destination))}"
+        return work_path(self.beside) / f"writing-{fingerprint(self.key, str(destination))}"
+
+
+def work_beside(destination: str) -> Path:
+    """Beside what the intermediate files lie: the destination, or, where the name of a folder above it holds
+    {keep_ratio}, a name for all of them there, so that no folder of that name is made."""
+    parts = Path(destination).parts
+    first = next((number for number, part in enumerate(parts) if PLACEHOLDER in part), len(parts) - 1)
+    return Path(*parts[:first], "-".join(parts[first:]))
 
 
 def targets_of(
@@ -57,11 +76,12 @@ def targets_of(
             raise OptionError(
                 f"keep_ratio is {ratio:g}", "it is the share of parameters to keep: above 0, to 1"
             )
-    if len(set(ratios)) < len(ratios):
-        raise OptionError("a keep_ratio is given twice", "name each once")
-    if len(ratios) > 1 and "{keep_ratio}" not in destination:
+    if len(ratios) > 1 and PLACEHOLDER not in destination:
         raise OptionError(
             f"{len(ratios)} keep_ratios would all be written to {destination}",
-            "put {keep_ratio} into the destination, like model-{keep_ratio}",
+            f"put {PLACEHOLDER} into the destination, like model-{PLACEHOLDER}",
         )
-    return [Target(ratio, Path(destination.replace("{keep_ratio}", f"{ratio:g}"))) for ratio in ratios]
+    targets = [Target(ratio, Path(destination.replace(PLACEHOLDER, f"{ratio:g}"))) for ratio in ratios]
+    if len({target.destination for target in targets}) < len(targets):
+        raise OptionError("a keep_ratio is given twice", "name each once; six digits of it count")
+    return targets

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from ..builtin_text import calibration_text
-from ..errors import OptionError
 from ..public_text import load_public_text
+from ..text_files import json_strings, read_text_file
 
 #: Prefix of any other data set: datasets:NAME[:CONFIG[:SPLIT]], of which the column "text" is taken.
 DATASETS = "datasets:"
@@ -28,33 +27,12 @@ def read_text(name: str | Path) -> str:
         return "\n\n".join(
             load_public_text(dataset, *([config] if config else []), split=split or "train")["text"]
         )
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(
-            f"cannot read the calibration text {name}: {error}",
-            f"name a UTF-8 text or .jsonl file, {DATASETS}NAME, or one of {', '.join(TEXTS)}, self",
-        ) from error
-    return _join_lines(text, str(name)) if Path(name).suffix == ".jsonl" else text
-
-
-def _join_lines(text: str, name: str) -> str:
-    documents = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise OptionError(
-                f'line {number} of {name} is no JSON object with a "text"', 'write {"text": "..."} a line'
-            ) from error
-        if not isinstance(document, str):
-            raise OptionError(
-                f'"text" in line {number} of {name} is no string', 'write {"text": "..."} a line'
-            )
-        documents.append(document)
-    return "\n\n".join(documents)
+    text = read_text_file(
+        name,
+        "the calibration text",
+        f"name a UTF-8 text or .jsonl file, {DATASETS}NAME, or one of {', '.join(TEXTS)}, self",
+    )
+    return "\n\n".join(json_strings(text, "text", name)) if Path(name).suffix == ".jsonl" else text
 
 
 def _wikitext2() -> str:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 def rank_for(keep_ratio: float, out_features: int, in_features: int) -> int:
     """floor(keep_ratio * in * out / (in + out)), at least 1: the rank that keeps this share of parameters."""
-    return max(1, int(keep_ratio * in_features * out_features / (in_features + out_features)))
+    return max(1, int(keep_ratio * (in_features * out_features) / (in_features + out_features)))
+
+
+def relative_error(values: Tensor, rank: int) -> float:
+    """||(W - W') S|| / ||W S|| after a cut at this rank. values: all singular values of W S, descending, float64."""
+    energy = values.square()
+    total = energy.sum().item()
+    return (energy[rank:].sum().item() / total) ** 0.5 if total else 0.0
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,6 @@ class Spectrum:
         """
         vectors = self.vectors[:, :rank]
         return vectors.T @ self.weight, vectors
-
-    def error(self, rank: int) -> float:
-        """||(W - W') S|| / ||W S||, from the values that are cut off."""
-        energy = self.values.square()
-        total = energy.sum().item()
-        return (energy[rank:].sum().item() / total) ** 0.5 if total else 0.0
 
 
 def spectrum(weight: Tensor, scaling: Tensor | None) -> Spectrum:

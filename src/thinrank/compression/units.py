@@ -10,6 +10,7 @@ from ..config import ModelConfig
 from ..errors import OptionError
 from .statistics import layer_of
 from .store import fingerprint
+from .truncate import rank_for
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Unit:
 
     def rank_for(self, keep_ratio: float) -> int:
         """The largest rank that keeps at most this share of the parameters, at least 1."""
-        return max(1, int(keep_ratio * self.dense_parameters / self.parameters(1)))
+        return rank_for(keep_ratio, len(self.modules) * self.out_features, self.in_features)
 
 
 def units_of(

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..checkpoint.claim import in_turn
 from ..checkpoint.safetensors_reader import read_safetensors
+from ..errors import OptionError
 from ..model.layers import DecoderLayer, DenseLinear, LowRankLinear
 from .factors import CompressedModel, Factors
-from .quality import mean_loss
-from .sensitivity import PROJECTIONS
-from .statistics import VERSION, batch_of, batches, embed, finite_weights, layer_of
+from .quality import check_predictions, mean_loss
+from .statistics import PROJECTIONS, VERSION, batch_of, batches, embed, layer_of, weights_of
 from .store import HiddenStates, computed, fingerprint, write_tensors
 from .units import Unit
 
@@ -63,15 +64,21 @@ def refit(
 ) -> Update:
     """Refit all modules, or go on where a killed refit was.
 
-    sequences: int64 [samples, length], at least 2. key: fingerprint of the model's decompositions.
+    sequences: int64 [samples, length]. key: fingerprint of the model's decompositions.
+
+    Raises OptionError unless there are 2 sequences of 2 tokens.
     """
+    check_predictions(sequences)
+    if len(sequences) < 2:
+        raise OptionError("an update needs at least 2 calibration samples", "raise --calibration-samples")
     config = model.checkpoint.config
     ranks = {unit.name: rank for unit, rank in model.ranks.items()}
     folder = root / f"update-{fingerprint(VERSION, key, sequences.tolist(), ranks)}"
     folder.mkdir(parents=True, exist_ok=True)
     refitted = _refitted(model, folder)
-    if not _layer_path(folder, config.num_hidden_layers - 1).is_file():
-        _refit_layers(model, refitted, sequences, folder, device, progress)
+    with in_turn(folder):
+        if not _layer_path(folder, config.num_hidden_layers - 1).is_file():
+            _refit_layers(model, refitted, sequences, folder, device, progress)
 
     def losses() -> dict[str, Tensor]:
         unseen = sequences[-held_out(len(sequences)) :]
@@ -96,7 +103,7 @@ def _refit_layers(
     streams = HiddenStates(folder, "stream", (tokens, config.hidden_size))
     if streams.stage is None:
         embed(model.checkpoint, sequences, streams)
-    dense_weights = finite_weights(model.checkpoint, device)
+    dense_weights = weights_of(model.checkpoint, device)
     before, after = model.source(device), refitted.source(device)
     layers, first = config.num_hidden_layers, streams.stage or 0
     for index in tqdm(

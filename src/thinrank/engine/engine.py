@@ -15,6 +15,7 @@ import torch
 
 from ..config import BLOCK_SIZE, EngineConfig, SamplingParams
 from ..errors import OptionError, RequestError
+from ..model.batch import check_token_ids
 from ..model.decoder import Decoder
 from .grammar import TokenConstraint
 from .kv_cache import BlockPool, allocate_kv_cache, blocks_for, num_kv_blocks
@@ -184,15 +185,3 @@ class Engine:
             sequence.request_id, sequence.index, token_id, logprobs, finish_reason, stop_reason,
             prompt_logprobs, sequence.metrics,
         )  # fmt: skip
-
-
-def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
-    """Raises RequestError for an empty list or an id outside [0, vocab_size)."""
-    if not token_ids:
-        raise RequestError("the prompt is empty", "give at least one token")
-    for token_id in (min(token_ids), max(token_ids)):
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"token id {token_id} is outside the vocabulary of {vocab_size}",
-                "was the prompt encoded with another model's tokenizer?",
-            )

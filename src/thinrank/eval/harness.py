@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from ..config import SamplingParams
 from ..errors import OptionError, RequestError, ThinrankError, unknown_name
 from ..llm import LLM
-from ..model.batch import ForwardBatch
+from ..model.batch import ForwardBatch, check_token_ids
 
 #: Tokens of a forward pass, where no batch_size is given; bounds the activations.
 BATCH_TOKENS = 4096
@@ -104,7 +104,11 @@ class ThinrankLM(TemplateLM):  # type: ignore[misc]
         return self.llm.engine.decoder.device
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens is not False)
+        """Raises RequestError for ids that the model has not."""
+        ids = self.tokenizer.encode(string, add_special_tokens=add_special_tokens is not False)
+        if ids:
+            check_token_ids(ids, self.llm.config.vocab_size)
+        return ids
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from ..errors import OptionError, ThinrankError, unknown_name
 from ..llm import LLM
-from ..model.batch import ForwardBatch
+from ..model.batch import ForwardBatch, check_token_ids
 from .forcing import decode_logits, max_rows
 
 #: Windows that run together.
@@ -61,7 +61,8 @@ def perplexity(
     decode kernels and the graph, which takes a pass a token.
 
     Raises OptionError when the text is shorter than one window, the window longer than the model allows, or
-    an option is unknown or out of range; ThinrankError when the model computes no finite logits.
+    an option is unknown or out of range; RequestError when the tokenizer has ids that the model has not;
+    ThinrankError when the model computes no finite logits.
     """
     if path not in PATHS:
         raise unknown_name("path", path, list(PATHS))
@@ -76,12 +77,16 @@ def perplexity(
             f"a window of {window} tokens is longer than the model's {llm.engine.max_model_len}",
             "use a shorter window",
         )
-    tokens = torch.tensor(llm.tokenizer.encode(text, add_special_tokens=False))
-    if len(tokens) < window:
+    if max_windows is None:
+        token_ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    else:
+        token_ids = llm.tokenizer.encode_start(text, window + (max_windows - 1) * stride)
+    if len(token_ids) < window:
         raise OptionError(
-            f"the text has {len(tokens)} tokens and one window takes {window}", "use a longer text"
+            f"the text has {len(token_ids)} tokens and one window takes {window}", "use a longer text"
         )
-    ids = tokens.unfold(0, window, stride)[:max_windows]
+    check_token_ids(token_ids, llm.config.vocab_size)
+    ids = torch.tensor(token_ids).unfold(0, window, stride)[:max_windows]
     # The first window scores all that it can, a later one only what it adds.
     unscored = max(window - stride - 1, 0)
     total = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +9,10 @@ import torch
 
 from ..builtin_text import held_out_text
 from ..config import ModelConfig
-from ..engine.engine import check_token_ids
 from ..errors import OptionError
+from ..model.batch import check_token_ids
 from ..text import Tokenizer, has_tokenizer
+from ..text_files import json_strings, lines_of, read_text_file
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,15 @@ def read_prompts(path: str | Path, count: int, folder: Path, config: ModelConfig
     Special tokens are added as the tokenizer in `folder` does. Raises OptionError for a file that cannot be
     read or has fewer; RequestError where there is no tokenizer.
     """
-    file = Path(path)
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"cannot read the prompts {file}: {error}", "name a UTF-8 text file") from error
-    if len(lines) < count:
-        raise OptionError(f"{file} has {len(lines)} prompts, {count} are wanted", "lower --num-prompts")
+    text = read_text_file(path, "the prompts", "name a UTF-8 text file")
+    texts = json_strings(text, "prompt", path) if Path(path).suffix == ".jsonl" else lines_of(text)
+    if len(texts) < count:
+        raise OptionError(f"{path} has {len(texts)} prompts, {count} are wanted", "lower --num-prompts")
     tokenizer = Tokenizer(folder)
-    texts = [_json_prompt(line, file) if file.suffix == ".jsonl" else line for line in lines[:count]]
-    token_ids = [tokenizer.encode(text) for text in texts]
+    token_ids = [tokenizer.encode(text) for text in texts[:count]]
     for ids in token_ids:
         check_token_ids(ids, config.vocab_size)
-    return Prompts(str(file), token_ids)
+    return Prompts(str(path), token_ids)
 
 
 def make_prompts(count: int, length: int, folder: Path, config: ModelConfig, seed: int) -> Prompts:
@@ -63,14 +59,3 @@ def make_prompts(count: int, length: int, folder: Path, config: ModelConfig, see
         )
     pieces = [tokens[start : start + length] for start in range(0, count * step, step)]
     return Prompts("built-in text, held-out part, no BOS", pieces)
-
-
-def _json_prompt(line: str, file: Path) -> str:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise OptionError(f"{file} has a line that is no JSON: {error}", "check the file") from error
-    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-        raise OptionError(f'{file} has a line without {{"prompt": text}}', "check the file")
-    prompt: str = value["prompt"]
-    return prompt

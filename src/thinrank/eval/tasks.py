@@ -19,6 +19,7 @@ from ..bench.timing import Nvml
 from ..checkpoint.load import DTYPES
 from ..device import resolve_device
 from ..errors import OptionError, unknown_name
+from ..text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ def tasks(
     or that runs code that models write, and for an option that is unknown or out of range; what
     `open_checkpoint` and `ThinrankLM` raise; OutputError when the file cannot be written.
     """
+    if not tasks:
+        raise OptionError("there is no task", "name at least one")
     at_least(0, num_fewshot=num_fewshot or 0, seed=seed or 0)
     if limit is not None and limit <= 0:
         raise OptionError(f"limit is {limit:g}", "give a number of documents, or a share of them below 1")
@@ -88,6 +91,7 @@ def tasks(
     if include_path is not None and not Path(include_path).is_dir():
         raise OptionError(f"include_path {include_path} is no folder", "name a folder of task files")
     opened = checkpoint_model(model, dtype, target, seed=0)
+    Tokenizer(opened.name)  # one that is missing is noticed before the tasks are looked for
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -118,8 +122,6 @@ def tasks(
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     # All data is there before the model is loaded.
     loaded = [found for name in tasks for found in _load(manager, name)]
-    if not loaded:
-        raise OptionError("there is no task", "name at least one")
     for found in loaded:
         for task in found["tasks"].values():
             _configure(task, num_fewshot, gen_kwargs, seed)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
 from ..builtin_text import held_out_text
-from ..errors import OptionError
 from ..public_text import load_public_text
+from ..text_files import read_text_file
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,8 @@ def load_text(name: str) -> Text:
     """
     if name in TEXTS:
         return TEXTS[name]()
-    try:
-        return Text(name, None, Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(
-            f"cannot read the text {name}: {error}", f"name a UTF-8 file, or one of {', '.join(TEXTS)}"
-        ) from error
+    hint = f"name a UTF-8 file, or one of {', '.join(TEXTS)}"
+    return Text(name, None, read_text_file(name, "the text", hint))
 
 
 def _builtin() -> Text:

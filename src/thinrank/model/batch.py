@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import RequestError
+
 
 class KVLayer(NamedTuple):
     """Keys and values of one layer: [blocks, kv_heads, BLOCK_SIZE, head_dim] each, in the weights' dtype."""
@@ -56,3 +58,15 @@ class ForwardBatch:
             torch.cat([torch.arange(length, device=device) for length in lengths]),
             lengths,
         )
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError for an empty list or an id outside [0, vocab_size)."""
+    if not token_ids:
+        raise RequestError("the prompt is empty", "give at least one token")
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"token id {token_id} is outside the vocabulary of {vocab_size}",
+                "was the text encoded with another model's tokenizer?",
+            )

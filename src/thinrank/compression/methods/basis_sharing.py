@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ...errors import OptionError, unknown_name
 from ..method import Method
-from ..statistics import INPUT_OF
+from ..statistics import PROJECTIONS
 from .svd_llm import WHITENED, whiten
 
 SHARED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -23,6 +23,6 @@ def basis_sharing(group_size: int = 2, shared: Sequence[str] = SHARED) -> Method
     if group_size < 1:
         raise OptionError(f"group_size is {group_size}", "it must be at least 1")
     for name in shared:
-        if name not in INPUT_OF:
-            raise unknown_name("projection", name, list(INPUT_OF))
+        if name not in PROJECTIONS:
+            raise unknown_name("projection", name, list(PROJECTIONS))
     return Method("basis-sharing", WHITENED, whiten, group_size=group_size, shared=tuple(shared))
