@@ -56,6 +56,11 @@ def test_every_command_has_help(run: Callable[..., str], command: str) -> None:
     assert f"thinrank {command} " in run(command, "--help")
 
 
+def test_help_shows_brackets(run: Callable[..., str]) -> None:
+    """Typer takes them for markup unless they are escaped."""
+    assert "pip install 'thinrank[lm-eval]'" in run("eval", "tasks", "--help")
+
+
 @pytest.mark.parametrize("command", ["convert", "export", "compress"])
 def test_options_and_defaults_are_those_of_the_library(command: str) -> None:
     library = inspect.signature(getattr(thinrank, command)).parameters

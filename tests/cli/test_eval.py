@@ -100,8 +100,8 @@ def test_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
         ("eval perplexity no/such --path x", "unknown path 'x'"),
         ("eval perplexity no/such --text x", "cannot read the text x"),
         ("eval tasks no/such --tasks x --device cpu", "no/such does not exist"),
-        ("eval tasks no/such", "thinrank eval --help"),
-        ("eval perplexity", "thinrank eval --help"),
+        ("eval tasks no/such", "thinrank eval tasks --help"),
+        ("eval perplexity", "thinrank eval perplexity --help"),
         ("eval fidelitee", "thinrank eval --help"),
     ],
 )

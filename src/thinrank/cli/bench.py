@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -254,15 +253,12 @@ def _report(measure: Callable[..., Report[Row]], json: bool, table: Callable[[Re
     """
     report = measure(command=output.command_line(), on_progress=output.progress())
     if json:
-        output.write(dumps(report.to_json(), allow_nan=False) + "\n")
+        output.write_json_line(report.to_json())
         return
     header = report.header
     bandwidth = header["read_bandwidth_bytes_per_s"]
-    versions = [f"{name} {header[name]}" for name in ("torch", "triton", "transformers") if header[name]]
     lines = [
-        f"device     {header['device']}, driver {header['driver'] or 'unknown'}",
-        f"versions   thinrank {header['thinrank']}, {', '.join(versions)}, "
-        f"commit {header['commit'] or 'unknown'}",
+        *output.measured_on(header),
         *(
             []
             if bandwidth is None

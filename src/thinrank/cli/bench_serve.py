@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from json import dumps
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -116,7 +115,7 @@ def serve(
         progress=output.show_progress(),
     )
     if json:
-        output.write(dumps(result.to_json(save_detailed), allow_nan=False) + "\n")
+        output.write_json_line(result.to_json(save_detailed))
         return
     output.write_lines(_lines(result))
     output.print_table(_table(result))

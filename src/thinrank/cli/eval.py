@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
-from json import dumps
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -70,11 +67,11 @@ def fidelity(
         device=device,
         seed=seed,
         output_json=output_json,
-        command=_command(),
-        on_progress=_progress(),
+        command=output.command_line(),
+        on_progress=output.progress(),
     )
     if json:
-        output.write(dumps(report.to_json(), allow_nan=False) + "\n")
+        output.write_json_line(report.to_json())
     else:
         header = report.header
         facts = [
@@ -82,7 +79,8 @@ def fidelity(
             f"reference  {header['reference']}",
             f"weights    {header['weights']}",
         ]
-        _print(report.header, facts, _fidelity_table(report))
+        output.write_lines([*output.measured_on(header), *facts])
+        output.print_table(_fidelity_table(report))
 
 
 @evaluate.command()
@@ -123,12 +121,12 @@ def perplexity(
         dtype=dtype,
         device=device,
         output_json=output_json,
-        command=_command(),
+        command=output.command_line(),
         progress=output.show_progress(),
-        on_progress=_progress(),
+        on_progress=output.progress(),
     )
     if json:
-        output.write(dumps(report.to_json(), allow_nan=False) + "\n")
+        output.write_json_line(report.to_json())
     else:
         header = report.header
         split = "" if header["split"] is None else f", {header['split']}"
@@ -137,7 +135,8 @@ def perplexity(
             f"protocol   windows of {header['window']} tokens, stride {header['stride']}, each on its own, "
             f"BOS {header['bos']}, path {header['path']}",
         ]
-        _print(report.header, facts, _perplexity_table(report))
+        output.write_lines([*output.measured_on(header), *facts])
+        output.print_table(_perplexity_table(report))
 
 
 @evaluate.command()
@@ -179,7 +178,7 @@ def tasks(
 ) -> None:
     """Scores on tasks of lm-evaluation-harness, or on your own in its format.
 
-    Needs: pip install 'thinrank[lm-eval]'.
+    Needs: pip install 'thinrank\\[lm-eval]'.
     """
     from ..eval.tasks import tasks as run
 
@@ -199,42 +198,20 @@ def tasks(
         dtype=dtype,
         device=device,
         output_json=output_json,
-        command=_command(),
+        command=output.command_line(),
         progress=output.show_progress(),
-        on_progress=_progress(),
+        on_progress=output.progress(),
     )
     if json:
-        output.write(dumps(report.to_json(), allow_nan=False) + "\n")
+        output.write_json_line(report.to_json())
     else:
         header = report.header
         facts = [
             f"harness    lm-evaluation-harness {header['lm_eval']}",
             f"model      {header['checkpoint']}, keep_ratio {header['keep_ratio']:.3g}, {header['dtype']}",
         ]
-        _print(report.header, facts, _tasks_table(report))
-
-
-def _command() -> str:
-    return shlex.join(["thinrank", *sys.argv[1:]])
-
-
-def _progress() -> Callable[[str], None]:
-    if not output.show_progress():
-        return lambda text: None
-    return lambda text: output.write_message("progress", text)
-
-
-def _print(header: dict[str, Any], facts: list[str], table: Table) -> None:
-    versions = [f"{name} {header[name]}" for name in ("torch", "triton", "transformers") if header[name]]
-    output.write_lines(
-        [
-            f"device     {header['device']}, driver {header['driver'] or 'unknown'}",
-            f"versions   thinrank {header['thinrank']}, {', '.join(versions)}, "
-            f"commit {header['commit'] or 'unknown'}",
-            *facts,
-        ]
-    )
-    output.print_table(table)
+        output.write_lines([*output.measured_on(header), *facts])
+        output.print_table(_tasks_table(report))
 
 
 def _fidelity_table(report: FidelityReport) -> Table:

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -122,7 +122,13 @@ def _run(arguments: list[str]) -> int:
 
 def _usage_message(error: typer.TyperException, arguments: list[str]) -> str:
     message = error.format_message().rstrip(".")
-    named = arguments[:1] if arguments[:1] and arguments[0] in {*COMMANDS, *GROUPS} else []
+    named = []
+    command: Any = typer.main.get_command(app)
+    for name in arguments:
+        command = getattr(command, "commands", {}).get(name)
+        if command is None:
+            break
+        named.append(name)
     return f"{message[:1].lower()}{message[1:]} (see {' '.join(['thinrank', *named, '--help'])})"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,6 +54,21 @@ def print_table(table: Table) -> None:
 def write_json(value: Any) -> None:
     """Put one JSON object on stdout, in ASCII so that every terminal and pipe takes it."""
     write(json.dumps(value, indent=2) + "\n")
+
+
+def write_json_line(value: Any) -> None:
+    """Put one JSON object on stdout in one line, the last of a log. Raises ValueError for NaN and infinity."""
+    write(json.dumps(value, allow_nan=False) + "\n")
+
+
+def measured_on(header: Mapping[str, Any]) -> list[str]:
+    """The first lines of a report: by the header of `bench.report`, where it was measured, and with what."""
+    versions = [f"{name} {header[name]}" for name in ("torch", "triton", "transformers") if header[name]]
+    return [
+        f"device     {header['device']}, driver {header['driver'] or 'unknown'}",
+        f"versions   thinrank {header['thinrank']}, {', '.join(versions)}, "
+        f"commit {header['commit'] or 'unknown'}",
+    ]
 
 
 def write_message(kind: str, text: str) -> None:
