@@ -180,7 +180,7 @@ def test_the_table_of_many_streams(capsys: pytest.CaptureFixture[str]) -> None:
         ("bench latency --shape tiny --keep-ratio 2", "keep_ratio is 2.0"),
         ("bench latency --shape tiny --temperature -1", "temperature is -1.0: it must be 0 or more"),
         ("bench latency --shape tiny --verify --explain", "explain describes what is timed"),
-        ("bench latency --shap tiny", "thinrank bench --help"),
+        ("bench latency --shap tiny", "thinrank bench latency --help"),
         ("bench latensy", "thinrank bench --help"),
         ("bench ablation --device cpu", "run it on a machine with an NVIDIA GPU"),
         ("bench ablation --shape gpt-2", "unknown shape 'gpt-2'"),
