@@ -74,8 +74,8 @@ def sweep(
 
     keep_ratios: 1 is the dense model, whatever the structure. input_lens: of prompts. context_lens: tokens in the
     cache, also more than the shape has positions: with random weights a position is a row of a table. num_iters:
-    prompts, and windows of `WINDOW_STEPS` steps, that are measured. output_json: the file to write, after every row. command:
-    for the header. on_progress: told what is being done.
+    prompts, and windows of `WINDOW_STEPS` steps, that are measured. output_json: the file to write, after every row.
+    command: for the header. on_progress: told what is being done.
 
     Raises OptionError for an option that is unknown or out of range, and without a GPU; ThinrankError when logits
     differ from the float32 reference's; OutputError when the file cannot be written.
