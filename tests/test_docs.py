@@ -1,5 +1,7 @@
 """The documentation keeps up with the code."""
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -42,3 +44,14 @@ def test_the_numbers_of_the_scale_guide_are_computed():
     page = (ROOT / "docs" / "scale.md").read_text()
     for table in (scale_tables.reads(), scale_tables.sends(), scale_tables.break_even()):
         assert table in page
+
+
+def test_the_table_of_methods_is_what_was_measured():
+    """benchmarks/compression_methods.py prints it."""
+    path = ROOT / "benchmarks" / "compression_methods.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    result = json.loads((ROOT / "benchmarks" / "results" / benchmark.RESULT).read_text())
+    assert "\n".join(benchmark.table(result["rows"])) in (ROOT / "docs" / "compression.md").read_text()
