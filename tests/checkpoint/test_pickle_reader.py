@@ -22,15 +22,9 @@ import numpy
 import pytest
 import torch
 
-from thinrank.checkpoint.pickle_reader import (
-    GlobalRef,
-    Stub,
-    is_torch_checkpoint,
-    module_tensors,
-    plain_json,
-    read_pickle,
-    stub_attributes,
-)
+from thinrank.checkpoint.pickle_machine import GlobalRef, Stub
+from thinrank.checkpoint.pickle_objects import module_tensors, plain_json, stub_attributes
+from thinrank.checkpoint.pickle_reader import is_torch_checkpoint, read_pickle
 from thinrank.checkpoint.tensors import LazyTensor
 from thinrank.errors import CheckpointError, ThinrankError, UnsafePickleError
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...model.registry import NEUTRAL_KEYS
-from ..pickle_reader import Stub, module_tensors, plain_json, stub_attributes
+from ..pickle_machine import Stub
+from ..pickle_objects import module_tensors, plain_json, stub_attributes
 from ..tensors import LazyTensor
 
 #: What of a pickled config object describes the model; the rest is defaults of an old transformers.
