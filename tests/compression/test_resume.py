@@ -274,11 +274,11 @@ children = []
 for method in sys.argv[4:]:
     child = os.fork()
     if child == 0:
-        own = {"steps": 2} if method == "dobi-svd" else {}
+        own = {"steps": 2} if method == "dobi-svd" else {"allocate": "loss", "update": method == "svd-llm"}
         try:
             compress(folder, root / f"{method}-together", method=method, keep_ratio=0.6, calibration_text=text,
                 calibration_samples=8, calibration_length=32, device="cpu", progress=False,
-                statistics=root / "shared", update=method == "svd-llm", **own)
+                statistics=root / "shared", **own)
             os._exit(0)
         finally:
             os._exit(1)
@@ -299,8 +299,8 @@ def test_processes_share_statistics(tmp_path, text_file):
     options = {"calibration_text": text_file, "calibration_samples": 8, "calibration_length": 32}
     options |= {"device": "cpu", "progress": False, "keep_ratio": 0.6}
     for method in methods:
-        own = {"steps": 2} if method == "dobi-svd" else {}
-        compress(folder, tmp_path / method, method=method, update=method == "svd-llm", **own, **options)
+        own = {"steps": 2} if method == "dobi-svd" else {"allocate": "loss", "update": method == "svd-llm"}
+        compress(folder, tmp_path / method, method=method, **own, **options)
         assert digests(tmp_path / f"{method}-together") == digests(tmp_path / method), method
 
 

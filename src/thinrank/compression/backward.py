@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from ..checkpoint.claim import in_turn
 from ..checkpoint.load import OpenCheckpoint
 from ..model.layers import DecoderLayer
 from .quality import check_predictions, head_of
@@ -44,7 +43,8 @@ def backpropagate(
     collect: Callable[[DecoderLayer], Mapping[str, Tensor]],
     bar: tqdm[Any],
 ) -> None:
-    """Run what is missing of a pass over `sequences`, int64 [samples, length], and write its files to `folder`.
+    """Run what is missing of a pass over `sequences`, int64 [samples, length], and write its files to `folder`, in
+    which no other process works.
 
     build: makes layer i, once on the way forward and once on the way back. Projections of it may hook what they
     compute, and tensors in it may require gradients: both see the gradient of the next-token loss, summed over
@@ -53,23 +53,10 @@ def backpropagate(
     Raises OptionError for sequences of a single token, which predict nothing.
     """
     check_predictions(sequences)
-    with in_turn(folder):
-        if is_complete(folder, checkpoint.config.num_hidden_layers):
-            bar.update(2 * checkpoint.config.num_hidden_layers)
-        else:
-            _run(checkpoint, sequences, folder, device, build, collect, bar)
-
-
-def _run(
-    checkpoint: OpenCheckpoint,
-    sequences: Tensor,
-    folder: Path,
-    device: torch.device,
-    build: Callable[[int], DecoderLayer],
-    collect: Callable[[DecoderLayer], Mapping[str, Tensor]],
-    bar: tqdm[Any],
-) -> None:
     config, layers = checkpoint.config, checkpoint.config.num_hidden_layers
+    if is_complete(folder, layers):
+        bar.update(2 * layers)
+        return
     shape = (sequences.numel(), config.hidden_size)
     forward = HiddenStates(folder, "forward", shape, keep=True)
     # Stage s of the backward stream is the gradient by the input of layer `layers - s`.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..checkpoint.claim import in_turn
 from ..checkpoint.load import OpenCheckpoint
 from ..checkpoint.safetensors_reader import read_safetensors
 from ..model.layers import DecoderLayer, Projection
@@ -80,6 +81,9 @@ def measure(
         tokens = sequences.numel()
         return {name: (getattr(layer, name).fisher / tokens).float() for name in PROJECTIONS}
 
-    with tqdm(desc="Gradients", unit="layer", total=2 * layers, disable=not progress) as bar:
+    with (
+        in_turn(folder),
+        tqdm(desc="Gradients", unit="layer", total=2 * layers, disable=not progress) as bar,
+    ):
         backpropagate(checkpoint, sequences, folder, device, watched, fishers, bar)
     return Sensitivity(folder)
