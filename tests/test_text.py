@@ -39,6 +39,14 @@ def test_the_start_of_a_text_is_that_of_all_its_tokens(tokenizer: Tokenizer, cou
         assert tokenizer.encode_start(text, count) == ids[:count]
 
 
+def test_a_word_that_is_cut_does_not_count(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a token a word of ten characters, the first 4096 end within the 410th."""
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **_: [hash(word) for word in text.split()])
+    text = " ".join(str(10**8 + number) for number in range(3000))
+    for count in (409, 410, 411):
+        assert tokenizer.encode_start(text, count) == tokenizer.encode(text)[:count]
+
+
 def test_the_start_of_an_enormous_text_needs_no_more_than_that(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
