@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from time import process_time
 
 import pytest
 import torch
@@ -44,6 +45,16 @@ JSON = st.recursive(
 def test_what_is_no_json_object(text: bytes, expected: str) -> None:
     with pytest.raises(CheckpointError, match=f"^config.json .*{expected}"):
         parse_json(text, "config.json")
+
+
+def test_a_key_that_stands_twice_is_found_among_many() -> None:
+    """In time linear in the file, which may have a million of them."""
+    keys = [*range(200_000), 199_999]
+    text = ("{" + ", ".join(f'"{key}": 1' for key in keys) + "}").encode()
+    started = process_time()
+    with pytest.raises(CheckpointError, match="'199999' stands there twice"):
+        parse_json(text, "config.json")
+    assert process_time() - started < 10
 
 
 def test_a_json_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Names inside a folder come from strangers: an index may only name files that lie
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from pathlib import Path
@@ -136,8 +137,8 @@ def _is_bare_name(name: object) -> bool:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in values if keys.count(key) > 1)!r} stands there twice")
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"{next(key for key in values if counts[key] > 1)!r} stands there twice")
     return values
 
 
