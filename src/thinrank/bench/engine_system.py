@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..config import BLOCK_SIZE, EngineConfig, SamplingParams
+from ..config import EngineConfig, SamplingParams
 from ..engine.engine import Engine
-from ..engine.kv_cache import blocks_for
-from ..model.cost import kv_bytes_per_token
+from ..model.cost import kv_cache_bytes
 from .shapes import BenchModel, fast_decoder
 from .system import model_step_bytes
 
@@ -18,9 +17,8 @@ MIN_OUTPUT = 1024
 
 def engine_config(model: BenchModel, batch_size: int, length: int) -> EngineConfig:
     """Room for `batch_size` sequences of `length` tokens, and no more; a repeated prompt is computed again."""
-    block_bytes = BLOCK_SIZE * kv_bytes_per_token(model.config, model.dtype.itemsize)
     return EngineConfig(
-        kv_cache_memory=batch_size * blocks_for(length) * block_bytes,
+        kv_cache_memory=kv_cache_bytes(model.config, model.dtype.itemsize, length, batch_size),
         max_model_len=length,
         max_num_seqs=batch_size,
         enable_prefix_caching=False,

@@ -18,9 +18,8 @@ import torch
 from ..config import BLOCK_SIZE, EngineConfig, SamplingParams
 from ..device import resolve_device
 from ..engine.engine import Engine
-from ..engine.kv_cache import blocks_for
 from ..errors import OptionError
-from ..model.cost import kv_bytes_per_token
+from ..model.cost import kv_cache_bytes
 from .gate import check_system
 from .report import Report, ReportFile, at_least, header
 from .shapes import BenchModel, chosen_model, fast_decoder
@@ -166,11 +165,11 @@ class _EngineBench:
     """One engine, and prompts that it has never seen. length: of a stream; longest: of any request."""
 
     def __init__(self, name: str, model: BenchModel, streams: int, length: int, longest: int):
-        block_bytes = BLOCK_SIZE * kv_bytes_per_token(model.config, model.dtype.itemsize)
-        blocks = max(streams * blocks_for(length), 2 * blocks_for(longest))
-        config = EngineConfig(
-            kv_cache_memory=blocks * block_bytes, max_model_len=longest, max_num_seqs=streams
+        memory = max(
+            kv_cache_bytes(model.config, model.dtype.itemsize, context_len, batch_size)
+            for context_len, batch_size in ((length, streams), (longest, 2))
         )
+        config = EngineConfig(kv_cache_memory=memory, max_model_len=longest, max_num_seqs=streams)
         self.engine = Engine(fast_decoder(model), config)
         self.name = name
         self.model = model

@@ -36,6 +36,12 @@ Shape = Annotated[
     ),
 ]
 RandomDtype = Annotated[str, typer.Option("--dtype", help="float32, float16 or bfloat16.")]
+MeasuredDtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype", help="auto, float32, float16 or bfloat16. auto: as stored; bfloat16 for --shape."
+    ),
+]
 Warmup = Annotated[int, typer.Option(help="Measurements before them that do not count.")]
 RandomSeed = Annotated[int, typer.Option(help="Of the random weights and prompts.")]
 OutputJson = Annotated[
@@ -66,12 +72,9 @@ def latency(
             show_default="thinrank-dense",
         ),
     ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(help="auto, float32, float16 or bfloat16. auto: as stored; bfloat16 for --shape."),
-    ] = "auto",
+    dtype: MeasuredDtype = "auto",
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(help="Of the random weights and prompts.")] = 0,
+    seed: RandomSeed = 0,
     output_json: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the result here, after every system.")
     ] = None,
@@ -203,10 +206,7 @@ def throughput(
     ] = 2048,
     num_iters: Annotated[int, typer.Option(help="Runs to measure.")] = 3,
     num_iters_warmup: Annotated[int, typer.Option(help="Runs before them that do not count.")] = 1,
-    dtype: Annotated[
-        str,
-        typer.Option(help="auto, float32, float16 or bfloat16. auto: as stored; bfloat16 for --shape."),
-    ] = "auto",
+    dtype: MeasuredDtype = "auto",
     device: Device = "auto",
     seed: RandomSeed = 0,
     output_json: OutputJson = None,
