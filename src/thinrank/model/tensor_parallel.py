@@ -134,7 +134,7 @@ def require_divisible(config: ModelConfig, size: int) -> None:
         if heads % n == 0
         and (kv_heads % n == 0 or n % kv_heads == 0)
         and config.intermediate_size % n == 0
-        and _padded(config.vocab_size, VOCAB_MULTIPLE) % n == 0
+        and padded(config.vocab_size, VOCAB_MULTIPLE) % n == 0
     ]
     if size not in sizes:
         raise OptionError(
@@ -219,12 +219,12 @@ def _row_parallel(module: str) -> bool:
 
 def _latent(rank: int, parts: int) -> int:
     """Width of a latent whose `parts` equal parts are each padded."""
-    return _padded(-(-rank // parts), RANK_MULTIPLE) * parts
+    return padded(-(-rank // parts), RANK_MULTIPLE) * parts
 
 
 def _vocab_rows(config: ModelConfig, size: int) -> int:
-    return _padded(config.vocab_size, VOCAB_MULTIPLE) // size
+    return padded(config.vocab_size, VOCAB_MULTIPLE) // size
 
 
-def _padded(number: int, multiple: int) -> int:
+def padded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

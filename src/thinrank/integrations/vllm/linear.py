@@ -25,7 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from ...checkpoint.format import LowRankSection, factor_bias_name, factor_in_name, factor_out_name, guard_name
 from ...errors import CheckpointError, UnsupportedModelError
-from ...model.tensor_parallel import RANK_MULTIPLE
+from ...model.tensor_parallel import RANK_MULTIPLE, padded
 from .packing import Factors, Shard, ShardId
 
 #: One of vLLM's, whose attributes its base class does not declare.
@@ -77,17 +77,17 @@ class LowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
                     (size, input_size_per_partition),
                 )
                 continue
-            padded = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
+            packed_rank = padded(rank, RANK_MULTIPLE)
             name = factor_in_name(module)
             dense[shard_id] = Shard(guard_name(module), (0,), ((0, 0),), (0,))
             factor_in[shard_id] = Shard(
                 self.section.tied_factors.get(name, name),
                 (rank, input_size),
                 ((0, rank), columns),
-                (padded, input_size_per_partition),
+                (packed_rank, input_size_per_partition),
             )
             factor_out[shard_id] = Shard(
-                factor_out_name(module), (out_features, rank), (rows, (0, rank)), (size, padded)
+                factor_out_name(module), (out_features, rank), (rows, (0, rank)), (size, packed_rank)
             )
             if layer.has_bias:
                 bias[shard_id] = Shard(factor_bias_name(module), (out_features,), (rows,), (size,))
