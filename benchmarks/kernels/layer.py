@@ -22,7 +22,7 @@ from thinrank.model.packing import ArenaBuilder, PackedProjections
 from thinrank.model.registry import parse_config
 
 KEEP_RATIO = 0.5
-MODELS = (("llama-7b", "uniform"), ("llama3-8b", "uniform"), ("llama-7b", "dense"))
+MODELS = (("llama-7b", "uniform"), ("llama3-8b", "uniform"), ("llama-7b", "mixed"), ("llama-7b", "dense"))
 
 #: Shape, structure and batch size: what every benchmark of a decode launch is measured at, and what it is tested at.
 SIZES = [(*model, batch) for model in MODELS for batch in (1, 2, 4, 8)]
@@ -86,10 +86,10 @@ class Vectors:
         return in_two_parts(torch.randn(self.batch, width, device=DEVICE), DTYPE)
 
 
-def settings(op: str, rows: int, width: int) -> GemvConfig:
-    return gemv_rule(Launch(op, rows, width))
+def settings(op: str, rows: int, *widths: int) -> GemvConfig:
+    return gemv_rule(Launch.of(op, rows, *widths))
 
 
 def label(launch: str, shape: str, structure: str, batch: int) -> str:
-    """ "project o: llama-7b 0.5 x 8"."""
-    return f"{launch}: {shape} {'dense' if structure == 'dense' else f'{KEEP_RATIO:g}'} x {batch}"
+    """ "project o: llama-7b uniform 0.5 x 8"."""
+    return f"{launch}: {shape} {structure}{'' if structure == 'dense' else f' {KEEP_RATIO:g}'} x {batch}"

@@ -33,7 +33,7 @@ def cases(shape: str, structure: str, batch: int) -> Iterator[Case]:
         rotation, queries, keys, values, positions, tables,
     )  # fmt: skip
     segments = packed.factor_out
-    launch = settings("project_rope", sum(segments.rows), max(segments.widths))
+    launch = settings("project_rope", sum(segments.rows), *segments.widths)
     inputs = (latents,) if packed.inputs else (vectors.scaled, vectors.squares)
     yield Case(
         label("project_rope", shape, structure, batch),

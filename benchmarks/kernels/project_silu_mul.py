@@ -20,7 +20,7 @@ def cases(shape: str, structure: str, batch: int) -> Iterator[Case]:
     arguments = (
         latents, vectors.scaled, vectors.squares, config.rms_norm_eps, model.arena, segments, None, out,
     )  # fmt: skip
-    launch = settings("project_silu_mul", segments.rows[0], max(segments.widths))
+    launch = settings("project_silu_mul", segments.rows[0], *segments.widths[:2])
     inputs = (latents,) if packed.inputs else (vectors.scaled, vectors.squares)
     yield Case(
         label("project_silu_mul", shape, structure, batch),

@@ -13,13 +13,14 @@ from thinrank.kernels.segments import Segments
 
 
 @pytest.mark.parametrize(("config", "batch"), UNSPLIT)
-@pytest.mark.parametrize("ranks", [(33, 130), (None, 57), (None, None)])
+@pytest.mark.parametrize("ranks", [(33, 130), (None, 57), (None, None), (700, 65), (65, 700)])
 def test_project_silu_mul(config, batch, ranks):
-    """A rank of None is a dense module, which reads the normed vector."""
+    """A rank of None is a dense module, which reads the normed vector. The larger of two ranks goes on alone, where
+    there is a round left of it."""
     arena = Arena()
     hidden, norm, scaled, squares = residual(arena, batch)
     normed, rows = ops.rms_norm(hidden, norm, EPS), 90
-    latents = arena.randn(batch, 256)
+    latents = arena.randn(batch, 1024)
     entries, expected = [], []
     for index, rank in enumerate(ranks):
         offset, width, matrix = arena.place(rows, rank or HIDDEN)

@@ -16,7 +16,7 @@ CARD = "NVIDIA H200"
 SETTINGS = LaunchSettings(
     {
         Launch("project", 1024, 4096): GemvConfig(16, 4, 8, 2),
-        Launch("project_rope", 12288, 1024): GemvConfig(2, 4),
+        Launch("project_rope", 12288, 1024, 576): GemvConfig(2, 4),
     },
     "somewhere",
 )
@@ -72,7 +72,8 @@ def test_all_shipped_files_are_valid():
 def damaged(**changes):
     """A file with one launch, and changes to its keys or to those of the launch."""
     entry = {
-        "op": "project", "rows": 1024, "width": 4096, "num_warps": 16, "ahead": 4, "rows_per_program": 8, "splits": 2,
+        "op": "project", "rows": 1024, "width": 4096, "narrowest": 0,
+        "num_warps": 16, "ahead": 4, "rows_per_program": 8, "splits": 2,
     }  # fmt: skip
     content = {"format_version": 1, "device": CARD, "triton": "3.6.0", "settings": [entry]}
     for name, value in changes.items():
@@ -99,12 +100,13 @@ def damaged(**changes):
         (damaged(op="project_rope"), "entry 1 has rows_per_program 8"),
         (damaged(rows=0), "entry 1 has rows 0"),
         (damaged(width=4096.0), "entry 1 has width 4096.0"),
+        (damaged(narrowest=-1), "entry 1 has narrowest -1"),
         (damaged(num_warps=3), "entry 1 has num_warps 3"),
         (damaged(ahead=True), "entry 1 has ahead True"),
         (damaged(splits=16), "entry 1 has splits 16"),
         (damaged(splits=None), "entry 1 has splits None"),
     ],
-    ids=range(20),
+    ids=range(21),
 )
 def test_a_damaged_file_is_an_error_that_names_it(content, expected, cache, card):
     path = cache / "nvidia-h200.json"

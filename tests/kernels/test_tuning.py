@@ -16,9 +16,10 @@ def test_the_rule_gives_what_an_op_can_do(op):
     """No round is longer than a row, so that no warp is without work."""
     for rows in (1, 576, 3072, 128256):
         for width in range(64, 16385, 64):
-            config = gemv_rule(Launch(op, rows, width))
-            assert config.step <= width
-            assert all(getattr(config, name) in values for name, values in choices(op).items())
+            for narrowest in (64, width - 64):
+                config = gemv_rule(Launch.of(op, rows, width, max(narrowest, 64)))
+                assert config.step <= width
+                assert all(getattr(config, name) in values for name, values in choices(op).items())
 
 
 MEASURED = json.loads((RESULTS / "h200_launch_settings.json").read_text())["launches"]
@@ -51,11 +52,19 @@ def test_an_unknown_op_is_an_error():
 
 
 def test_even_launches():
-    """All matrices end together, after whole rounds of every program."""
+    """Every matrix ends after whole rounds of every program."""
     config = GemvConfig(4, 2, 8, splits=2)
     assert config.step == 512
-    assert config.is_even(1024) and config.is_even(2048, 2048)
-    assert not config.is_even(512) and not config.is_even(1024, 2048)
+    assert config.is_even(1024) and config.is_even(1024, 2048)
+    assert not config.is_even(512) and not config.is_even(1024, 1536)
+
+
+def test_launches_by_their_widths():
+    equal, unequal = Launch.of("project_rope", 12288, 4096, 4096), Launch.of("project_rope", 12288, 576, 4096)
+    assert equal == Launch("project_rope", 12288, 4096) and equal.shape == "12288 x 4096"
+    assert unequal == Launch("project_rope", 12288, 4096, 576) and unequal.shape == "12288 x 576 to 4096"
+    # What is left of the wide matrix when the narrow ones are done needs more warps.
+    assert gemv_rule(unequal).num_warps > gemv_rule(equal).num_warps
 
 
 def test_settings_in_words():

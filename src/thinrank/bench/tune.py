@@ -184,7 +184,7 @@ def descend(
         while moves := [config for config in neighbours(launch, best) if config not in times]:
             for config in moves:
                 on_progress(
-                    f"launch {number} of {len(launches)}, {launch.op} {launch.rows} x {launch.width}: trying {config}"
+                    f"launch {number} of {len(launches)}, {launch.op} {launch.shape}: trying {config}"
                 )
                 times[config] = timer.microseconds(_changed(settings, launch, config))
             allowed = [

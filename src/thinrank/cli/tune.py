@@ -75,7 +75,7 @@ def _print(report: TuneReport) -> None:
     for tuned in report.launches:
         table.add_row(
             tuned.launch.op,
-            f"{tuned.launch.rows} x {tuned.launch.width}",
+            tuned.launch.shape,
             str(tuned.before),
             "the same" if tuned.after == tuned.before else str(tuned.after),
             f"{tuned.step_us_before:.1f}",

@@ -113,6 +113,17 @@ def add_tiles(acc, tiles, inputs, SLICES: tl.constexpr, AHEAD: tl.constexpr):
 
 
 @triton.jit
+def add_columns(
+    acc, pointers, inputs, begin, end, SLICES: tl.constexpr, AHEAD: tl.constexpr, FOUR: tl.constexpr,
+):  # fmt: skip
+    """acc plus the products of a matrix and its inputs from column `begin` on, which may be past the `end`."""
+    for k in tl.range(begin, end, AHEAD * SLICES * 64, num_stages=1):
+        tiles = load_tiles(pointers, k, end, SLICES, AHEAD, False)
+        acc = add_tiles(acc, tiles, load_tiles(inputs, k, end, SLICES, AHEAD, False, FOUR), SLICES, AHEAD)
+    return acc
+
+
+@triton.jit
 def sum_parts(acc, SLICES: tl.constexpr, FOUR: tl.constexpr):
     """The products of both parts of the inputs together: [SLICES, 16, 8] -> [SLICES, 8 or 4, 8]."""
     sums = tl.sum(tl.reshape(acc, [SLICES, 2, 8, 8]), axis=1)
@@ -152,12 +163,14 @@ def gemv(
     tiles0, pointers0, x0, stride0, end0, tiles1, pointers1, x1, stride1, end1, begin, batch,
     PAIR: tl.constexpr, SAME_INPUT: tl.constexpr,
     SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr,
+    UNEQUAL: tl.constexpr = False,
 ):  # fmt: skip
     """8 rows of one matrix and, if PAIR, 8 of another times their inputs, columns `begin` to `end`: float32 [8, 8]
     each, a column a batch row; those past the batch are meaningless.
 
     tiles: the first ones of each, loaded already. SAME_INPUT: x1 is x0, so that it is loaded once. EVEN: both
-    matrices end together, after whole steps. FOUR: the batch has at most 4 rows.
+    matrices end after whole steps. FOUR: the batch has at most 4 rows. UNEQUAL: one may end before the other, which
+    goes on alone, in steps twice as long.
     """
     step: tl.constexpr = AHEAD * SLICES * 64
     inputs0 = input_rows(x0, batch, stride0, SLICES, FOUR)
@@ -173,7 +186,10 @@ def gemv(
     # One stage: a pipelined loop would send the tiles through shared memory. Tiles are not carried from one round
     # to the next either: carried values are unpacked into single numbers, which waits for them. While the tiles of
     # a round are on their way, other programs of the SM multiply.
-    for k in tl.range(begin + step, tl.maximum(end0, end1), step, num_stages=1):
+    end = end0
+    if UNEQUAL:
+        end = begin + tl.cdiv(tl.minimum(end0, end1) - begin, step) * step
+    for k in tl.range(begin + step, end, step, num_stages=1):
         tiles0 = load_tiles(pointers0, k, end0, SLICES, AHEAD, EVEN)
         if PAIR:
             tiles1 = load_tiles(pointers1, k, end1, SLICES, AHEAD, EVEN)
@@ -184,6 +200,9 @@ def gemv(
         acc0 = add_tiles(acc0, tiles0, x0_tiles, SLICES, AHEAD)
         if PAIR:
             acc1 = add_tiles(acc1, tiles1, x1_tiles, SLICES, AHEAD)
+    if UNEQUAL:
+        acc0 = add_columns(acc0, pointers0, inputs0, end, end0, SLICES, 2 * AHEAD, FOUR)
+        acc1 = add_columns(acc1, pointers1, inputs1, end, end1, SLICES, 2 * AHEAD, FOUR)
     sums0 = sum_parts(acc0, SLICES, FOUR)
     if PAIR:
         # The warps are summed up for both matrices together: one exchange instead of two.

@@ -41,12 +41,12 @@ def norm_project(
     dtype.
     """
     batch, _, hidden_size = scaled.shape
-    blocks = [triton.cdiv(rows, config.rows) for rows in segments.rows]
+    blocks = [triton.cdiv(rows, config.rows_for(batch)) for rows in segments.rows]
     _norm_project_kernel[(sum(blocks), config.splits)](
         scaled, squares, squares.shape[1], eps, arena, out, out.stride(0), hidden_size, batch,
         *segments.offsets, *segments.rows, *segments.out_offsets, blocks[0], blocks[0] + blocks[1],
         workspace.partials, workspace.counters,
-        PARTS=out.dim() == 3, ROWS=config.rows, SPLITS=config.splits,
+        PARTS=out.dim() == 3, ROWS=config.rows_for(batch), SPLITS=config.splits,
         NUM_SQUARES=triton.next_power_of_2(squares.shape[1]),
         PDL=pdl, launch_pdl=pdl, **config.arguments(batch, hidden_size),
     )  # fmt: skip
@@ -55,16 +55,17 @@ def norm_project(
 @triton.jit(do_not_specialize=["batch"])
 def _norm_project_kernel(
     scaled, squares, num_squares, eps, arena, out, out_stride, K, batch,
-    offset0, offset1, offset2, rows0, rows1, rows2, out0, out1, out2, end0, end1, partials, counters,
+    offset0: tl.int64, offset1: tl.int64, offset2: tl.int64, rows0, rows1, rows2, out0, out1, out2, end0, end1,
+    partials, counters,
     PARTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, NUM_SQUARES: tl.constexpr,
     SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, split = tl.program_id(0), tl.program_id(1)
-    offset, num_rows, out_offset, first_block = tl.cast(offset0, tl.int64), rows0, out0, 0
+    offset, num_rows, out_offset, first_block = offset0, rows0, out0, 0
     if block >= end1:
-        offset, num_rows, out_offset, first_block = tl.cast(offset2, tl.int64), rows2, out2, end1
+        offset, num_rows, out_offset, first_block = offset2, rows2, out2, end1
     elif block >= end0:
-        offset, num_rows, out_offset, first_block = tl.cast(offset1, tl.int64), rows1, out1, end0
+        offset, num_rows, out_offset, first_block = offset1, rows1, out1, end0
     first_row = (block - first_block) * ROWS
     begin, end = split_range(K, split, SPLITS)
     weights = load_rows(arena + offset, first_row, num_rows, K, begin, end, ROWS, SLICES, AHEAD, EVEN)

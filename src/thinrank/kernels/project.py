@@ -81,10 +81,10 @@ def _launch(
     config: GemvConfig,
     pdl: bool,
 ) -> None:
-    _project_kernel[(triton.cdiv(rows, config.rows), config.splits)](
+    _project_kernel[(triton.cdiv(rows, config.rows_for(x.shape[0])), config.splits)](
         x, x.stride(0), arena, offset, rows, width, out, out.stride(0), x.shape[0],
         bias, norm, scaled, squares, workspace.partials, workspace.counters,
-        PARTS=out.dim() == 3, ROWS=config.rows, SPLITS=config.splits,
+        PARTS=out.dim() == 3, ROWS=config.rows_for(x.shape[0]), SPLITS=config.splits,
         HAS_BIAS=bias is not None, RESIDUAL=norm is not None,
         PDL=pdl, launch_pdl=pdl, **config.arguments(x.shape[0], width),
     )  # fmt: skip
@@ -92,14 +92,14 @@ def _launch(
 
 @triton.jit(do_not_specialize=["batch"])
 def _project_kernel(
-    x, x_stride, arena, offset, num_rows, K, out, out_stride, batch,
+    x, x_stride, arena, offset: tl.int64, num_rows, K, out, out_stride, batch,
     bias, norm, scaled, squares, partials, counters,
     PARTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, split = tl.program_id(0), tl.program_id(1)
     begin, end = split_range(K, split, SPLITS)
-    matrix = arena + tl.cast(offset, tl.int64)
+    matrix = arena + offset
     weights = load_rows(matrix, block * ROWS, num_rows, K, begin, end, ROWS, SLICES, AHEAD, EVEN)
     row, column = block * ROWS + tl.arange(0, ROWS), tl.arange(0, 8)
     row_mask = row < num_rows

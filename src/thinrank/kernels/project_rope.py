@@ -58,7 +58,7 @@ def project_rope(
 @triton.jit(do_not_specialize=["batch"])
 def _project_rope_kernel(
     latents, latents_stride, scaled, squares, num_squares, hidden_size, eps, arena, batch,
-    offset_q, offset_k, offset_v, K_q, K_k, K_v, in_q, in_k, in_v,
+    offset_q: tl.int64, offset_k: tl.int64, offset_v: tl.int64, K_q, K_k, K_v, in_q, in_k, in_v,
     bias, qk_norm, rotation, q, key_cache, value_cache, positions, block_tables, table_stride,
     heads, kv_heads, cache_stride,
     PROGRAMS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
@@ -71,12 +71,12 @@ def _project_rope_kernel(
     CHUNKS_PAD: tl.constexpr = triton.next_power_of_2(CHUNKS)
     head = tl.program_id(0) // PROGRAMS
     first_pair = tl.program_id(0) % PROGRAMS * 8
-    offset, K, in_offset, head_in = tl.cast(offset_q, tl.int64), K_q, in_q, head
+    offset, K, in_offset, head_in = offset_q, K_q, in_q, head
     if head >= heads + kv_heads:
-        offset, K, in_offset = tl.cast(offset_v, tl.int64), K_v, in_v
+        offset, K, in_offset = offset_v, K_v, in_v
         head_in = head - heads - kv_heads
     elif head >= heads:
-        offset, K, in_offset = tl.cast(offset_k, tl.int64), K_k, in_k
+        offset, K, in_offset = offset_k, K_k, in_k
         head_in = head - heads
     row = head_in * HEAD_DIM + first_pair
     rows1 = tile_rows(arena + offset, row, row + HALF, K, SLICES)

@@ -37,6 +37,7 @@ def project_silu_mul(
         *segments.offsets[:2], *segments.widths[:2], *segments.in_offsets[:2], bias, out, out.stride(0),
         NUM_SQUARES=triton.next_power_of_2(squares.shape[1]), HAS_BIAS=bias is not None,
         DENSE0=segments.in_offsets[0] < 0, DENSE1=segments.in_offsets[1] < 0,
+        UNEQUAL=segments.widths[0] != segments.widths[1],
         PDL=pdl, launch_pdl=pdl, **config.arguments(batch, *segments.widths[:2]),
     )  # fmt: skip
 
@@ -44,13 +45,14 @@ def project_silu_mul(
 @triton.jit(do_not_specialize=["batch"])
 def _project_silu_mul_kernel(
     latents, latents_stride, scaled, squares, num_squares, hidden_size, eps, arena, num_rows, batch,
-    offset0, offset1, K0, K1, in0, in1, bias, out, out_stride,
+    offset0: tl.int64, offset1: tl.int64, K0, K1, in0, in1, bias, out, out_stride,
     SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr,
     NUM_SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, DENSE0: tl.constexpr, DENSE1: tl.constexpr,
+    UNEQUAL: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * 8
-    gate_rows = tile_rows(arena + tl.cast(offset0, tl.int64), first_row, num_rows, K0, SLICES)
-    up_rows = tile_rows(arena + tl.cast(offset1, tl.int64), first_row, num_rows, K1, SLICES)
+    gate_rows = tile_rows(arena + offset0, first_row, num_rows, K0, SLICES)
+    up_rows = tile_rows(arena + offset1, first_row, num_rows, K1, SLICES)
     gate_tiles = load_tiles(gate_rows, 0, K0, SLICES, AHEAD, EVEN)
     up_tiles = load_tiles(up_rows, 0, K1, SLICES, AHEAD, EVEN)
     wait_for_inputs(PDL)
@@ -66,7 +68,7 @@ def _project_silu_mul_kernel(
         x1, stride1 = latents + in1, latents_stride
     gate, up = gemv(
         gate_tiles, gate_rows, x0, stride0, K0, up_tiles, up_rows, x1, stride1, K1, 0, batch,
-        True, DENSE0 and DENSE1, SLICES, AHEAD, EVEN, FOUR,
+        True, DENSE0 and DENSE1, SLICES, AHEAD, EVEN, FOUR, UNEQUAL,
     )  # fmt: skip
     if DENSE0 or DENSE1:
         scale = norm_scale(square_sums, hidden_size, eps)

@@ -1,8 +1,8 @@
 """Tables of launch settings as files: one a card, in the user's cache or shipped with the package.
 
 {"format_version": 1, "device": "NVIDIA H200", "triton": "3.6.0", "settings": [{"op": "project", "rows": 1024,
-"width": 4096, "num_warps": 16, "ahead": 4, "rows_per_program": 8, "splits": 1}, ...]}: one entry a `Launch`.
-`thinrank tune` writes them. Imports without triton.
+"width": 4096, "narrowest": 0, "num_warps": 16, "ahead": 4, "rows_per_program": 8, "splits": 1}, ...]}: one entry a
+`Launch`. `thinrank tune` writes them. Imports without triton.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ def _parse_entry(number: int, entry: Any) -> tuple[Launch, GemvConfig]:
     if op not in OPS:
         raise ValueError(f"entry {number} has the unknown op {op!r}")
     config = GemvConfig(*(entry[name] for name in _FIELDS))
-    possible = {"rows": range(1, MAX_SIZE), "width": range(1, MAX_SIZE)}
+    possible = {"rows": range(1, MAX_SIZE), "width": range(1, MAX_SIZE), "narrowest": range(MAX_SIZE)}
     possible |= dict(zip(_FIELDS, choices(op).values(), strict=True))
     for name, values in possible.items():
         if type(entry[name]) is not int or entry[name] not in values:
             raise ValueError(f"entry {number} has {name} {entry[name]!r}")
-    return Launch(op, entry["rows"], entry["width"]), config
+    return Launch(*(entry[name] for name in Launch._fields)), config
 
 
 def _triton_version() -> str | None:

@@ -117,7 +117,7 @@ def _gemv(
 ) -> LaunchDescription:
     """rows: what the settings go by; None: of all matrices together."""
     total = sum(matrix.rows for matrix in matrices)
-    launch = Launch(op, total if rows is None else rows, max(matrix.width for matrix in matrices))
+    launch = Launch.of(op, total if rows is None else rows, *(matrix.width for matrix in matrices))
     shape = " + ".join(f"{matrix.rows} x {matrix.width}" for matrix in matrices)
     settings = decoder.launch_settings
     return LaunchDescription(op, shape, str(settings.config(launch)), settings.origin(launch))

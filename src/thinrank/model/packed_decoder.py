@@ -264,7 +264,7 @@ class PackedDecoder:
             state.latents, state.scaled, state.squares, self.config.rms_norm_eps, self.arena, segments,
             layer.qkv.bias, layer.qk_norm, self.rotation, state.queries, cache.keys, cache.values,
             state.positions, state.block_tables,
-            config=self.settings(layer.rope_op, sum(segments.rows), max(segments.widths)), pdl=self.pdl,
+            config=self.settings(layer.rope_op, sum(segments.rows), *segments.widths), pdl=self.pdl,
         )  # fmt: skip
 
     def attention_step(self, state: GemvState, index: int, cache: KVLayer) -> None:
@@ -290,7 +290,7 @@ class PackedDecoder:
         project_silu_mul(
             state.latents, state.scaled, state.squares, self.config.rms_norm_eps, self.arena, segments,
             layer.gate_up.bias, state.activated,
-            config=self.settings("project_silu_mul", segments.rows[0], max(segments.widths)),
+            config=self.settings("project_silu_mul", segments.rows[0], *segments.widths[:2]),
             pdl=self.pdl,
         )  # fmt: skip
 
@@ -327,9 +327,9 @@ class PackedDecoder:
             state.sample_workspace, pdl=self.pdl,
         )  # fmt: skip
 
-    def settings(self, op: str, rows: int, width: int) -> GemvConfig:
-        """Launch settings of an op for a matrix of `rows` x `width`, whatever the batch."""
-        return self.launch_settings.config(Launch(op, rows, width))
+    def settings(self, op: str, rows: int, *widths: int) -> GemvConfig:
+        """Launch settings of an op for matrices of these widths, `rows` together, whatever the batch."""
+        return self.launch_settings.config(Launch.of(op, rows, *widths))
 
     def _latents(self, state: GemvState, packed: PackedProjections) -> None:
         """The first step of projections that read the normed residual stream; nothing if all are dense."""
