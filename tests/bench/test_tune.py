@@ -119,7 +119,7 @@ def test_the_file_keeps_what_is_not_tuned(tmp_path):
     assert (report.file, report.entries, report.layers) == (str(path), 3, 4)
     assert report.step_us_after == (100.0, 200.0) and report.step_us_before[0] > 100.0
     assert json.loads(json.dumps(report.to_json()))["launches"][1] == {
-        "op": "project_rope", "rows": 12288, "width": 4096, "trials": report.launches[1].trials,
+        "op": "project_rope", "rows": 12288, "width": 4096, "narrowest": 0, "trials": report.launches[1].trials,
         "before": {"num_warps": 2, "ahead": 4, "rows": 16, "splits": 1},
         "after": {"num_warps": 16, "ahead": 1, "rows": 16, "splits": 1},
         "step_us_before": 105.0, "step_us_after": 100.0,
