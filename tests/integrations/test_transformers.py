@@ -63,7 +63,7 @@ def write_biased(folder: Path, **changes) -> Path:
     """Biases, modules that stay dense, an embedding in 16 bits, and a factor_in that two layers share; of sizes that
     GPUs take."""
     config = tiny_config(
-        "qwen2", hidden_size=128, intermediate_size=192, head_dim=32, num_attention_heads=4, **changes
+        "qwen2", hidden_size=128, intermediate_size=192, head_dim=64, num_attention_heads=4, **changes
     )
     shared = "model.layers.{}.self_attn.q_proj"
     ranks = {shared.format(0): 33, shared.format(1): 33, "model.layers.1.mlp.up_proj": 7}

@@ -262,7 +262,11 @@ def test_a_shared_factor_is_stored_once():
 
 
 def test_odd_sizes_are_refused():
-    raw = tiny_config("llama")  # hidden_size 48
-    tensors = random_tensors(raw)
-    with pytest.raises(UnsupportedModelError, match="hidden_size is 48, no multiple of 64"):
-        PackedDecoder.build(parse_config(raw), tensors.__getitem__, torch.float32, DEVICE, 64)
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4}
+    for raw, message in (
+        (tiny_config("llama"), "hidden_size is 48, no multiple of 64"),
+        (tiny_config("llama", **sizes, head_dim=80), "head_dim is 80, none of 64, 96, 128, 256"),
+    ):
+        tensors = random_tensors(raw)
+        with pytest.raises(UnsupportedModelError, match=message):
+            PackedDecoder.build(parse_config(raw), tensors.__getitem__, torch.float32, DEVICE, 64)

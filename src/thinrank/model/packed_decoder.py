@@ -23,6 +23,7 @@ from ..kernels.gemv import SQUARES_GROUP
 from ..kernels.greedy import greedy, greedy_workspace
 from ..kernels.l2_fetch import fetch_whole_lines
 from ..kernels.norm_project import norm_project
+from ..kernels.paged import HEAD_DIMS
 from ..kernels.project import project, project_residual
 from ..kernels.project_rope import project_rope
 from ..kernels.project_silu_mul import project_silu_mul
@@ -397,7 +398,8 @@ class PackedDecoder:
 
 
 def _check_sizes(config: ModelConfig) -> None:
-    """The kernels read rows in whole groups of 64; ranks are padded to that, the model's own sizes are not.
+    """The kernels read rows in whole groups of 64; ranks are padded to that, the model's own sizes are not. And they
+    are written for some sizes of heads.
 
     Raises UnsupportedModelError.
     """
@@ -411,3 +413,8 @@ def _check_sizes(config: ModelConfig) -> None:
             raise UnsupportedModelError(
                 f"{name} is {size}, no multiple of {ALIGNMENT}", "such models run with device='cpu' only"
             )
+    if config.head_dim not in HEAD_DIMS:
+        raise UnsupportedModelError(
+            f"head_dim is {config.head_dim}, none of {', '.join(map(str, HEAD_DIMS))}",
+            "such models run with device='cpu' only",
+        )
