@@ -40,8 +40,8 @@ def test_dense_shapes_have_the_parameters_of_the_models(shape: str, billions: fl
     assert parameters(model(shape, "dense").config) / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
-@pytest.mark.parametrize("structure", set(STRUCTURES) - {"dense"})
-@pytest.mark.parametrize("shape", set(SHAPES) - {"tiny"})
+@pytest.mark.parametrize("structure", sorted(set(STRUCTURES) - {"dense"}))
+@pytest.mark.parametrize("shape", sorted(set(SHAPES) - {"tiny"}))
 @pytest.mark.parametrize("keep_ratio", [0.4, 0.5, 0.8])
 def test_structures_keep_the_total(shape: str, structure: str, keep_ratio: float) -> None:
     config = model(shape, structure, keep_ratio).config
