@@ -13,7 +13,7 @@ test: setup $(VENV)/.demo-model
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --dist loadfile
 
 # vLLM pins other versions of everything, so its plugin is tested in an environment of its own (3.5 GB).
 test-vllm: $(VLLM)/.installed
