@@ -59,7 +59,9 @@ def test_metrics_count_what_happens(folder: Path) -> None:
         assert samples(http, finished_reason="length")["request_success_total"] == 4
 
         with http.stream(
-            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 9000, "stream": True}
+            "POST",
+            "/v1/completions",
+            json={"prompt": "x", "max_tokens": 9000, "ignore_eos": True, "stream": True},
         ) as stream:
             lines = stream.iter_lines()
             next(lines)
