@@ -183,6 +183,10 @@ def test_mistakes(arguments: dict, part: str) -> None:
 
 
 def test_configs_that_cannot_be_planned(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"is no folder and no config\.json: thinrank convert"):
+        plan(model)
     with pytest.raises(CheckpointError, match="cannot read"):
         plan(tmp_path, gpu="H200")
     path = tmp_path / "config.json"

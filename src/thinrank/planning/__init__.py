@@ -11,7 +11,7 @@ from ..bench.shapes import SHAPES
 from ..checkpoint.folder import read_json
 from ..checkpoint.format import CONFIG_NAME, read_config
 from ..config import ModelConfig
-from ..errors import OptionError, unknown_name
+from ..errors import CheckpointError, OptionError, unknown_name
 from ..model.cost import INT4, INT8, dense_config
 from ..model.registry import parse_config
 from ..model.tensor_parallel import require_divisible
@@ -115,6 +115,10 @@ def _read_model(source: str | Path | None, shape: str | None) -> tuple[str, Mode
             raise unknown_name("shape", shape, list(SHAPES))
         return shape, parse_config(SHAPES[shape])
     path = Path(str(source))
+    if path.is_file() and path.suffix != ".json":
+        raise CheckpointError(
+            f"{path} is no folder and no config.json", "thinrank convert makes a folder of it"
+        )
     config, _ = read_config(read_json(path if path.is_file() else path / CONFIG_NAME))
     return str(path), dense_config(config)
 
