@@ -37,15 +37,15 @@ def test_launches_are_listed_once(decoder):
     ]
 
 
-def test_logits_do_not_depend_on_the_settings(decoder, monkeypatch):
+def test_logits_do_not_depend_on_the_settings(decoder):
     """To 1e-4: float32 sums in another order. They do depend on the layers that are timed, and on nothing before."""
-    monkeypatch.setattr(step_timer, "CONTEXT", 20)  # the interpreter takes 12 s for 512 tokens
-    timer = StepTimer(decoder, 2, (1,))
+    short = 20  # the interpreter takes 12 s for 512 tokens
+    timer = StepTimer(decoder, 2, (1,), short)
     expected = timer.logits(LaunchSettings())
     split = {launch: GemvConfig(1, 1, 16, 2) for launch in timer.launches() if launch.op == "project"}
     torch.testing.assert_close(timer.logits(LaunchSettings(split)), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(timer.logits(LaunchSettings()), expected)
-    assert not torch.allclose(StepTimer(decoder, 1, (1,)).logits(LaunchSettings()), expected, atol=1e-2)
+    assert not torch.allclose(StepTimer(decoder, 1, (1,), short).logits(LaunchSettings()), expected, atol=1e-2)
 
 
 def test_enough_layers(decoder, monkeypatch):

@@ -19,7 +19,7 @@ from ..model.batch import KVLayer
 from ..model.packed_decoder import DecodeState, PackedDecoder
 from .timing import Percentiles
 
-#: Tokens of context in a trial's first step.
+#: Tokens of context in a trial's first step, unless told otherwise.
 CONTEXT = 512
 #: Steps that are timed together: an event waits for its launch, which would be 5 us a step.
 STEPS = 8
@@ -52,9 +52,12 @@ def enough_layers(decoder: PackedDecoder) -> int:
 class StepTimer:
     """Times a decode step of the first `num_layers` layers and the head, at several batch sizes."""
 
-    def __init__(self, decoder: PackedDecoder, num_layers: int, batch_sizes: Sequence[int]):
+    def __init__(
+        self, decoder: PackedDecoder, num_layers: int, batch_sizes: Sequence[int], context: int = CONTEXT
+    ):
         self.decoder, self.num_layers = replace(decoder, layers=decoder.layers[:num_layers]), num_layers
-        blocks = blocks_for(CONTEXT + STEPS)
+        self._context = context
+        blocks = blocks_for(context + STEPS)
         self._cases: list[tuple[DecodeState, list[KVLayer]]] = []
         for batch_size in batch_sizes:
             config = replace(decoder.config, num_hidden_layers=num_layers)
@@ -67,16 +70,20 @@ class StepTimer:
             state.block_tables.copy_(tables.view(batch_size, blocks))
             self._cases.append((state, cache))
 
-    def launches(self) -> list[Launch]:
-        """What a step launches, each kind once."""
+    def sequence(self) -> list[Launch]:
+        """The GEMVs of a step, in the order of their launch."""
         recorder = Recorder()
         replace(self.decoder, launch_settings=recorder).decode_step(*self._cases[0])
-        return list(dict.fromkeys(recorder.launches))
+        return recorder.launches
+
+    def launches(self) -> list[Launch]:
+        """What a step launches, each kind once."""
+        return list(dict.fromkeys(self.sequence()))
 
     def logits(self, settings: LaunchSettings) -> Tensor:
         """float32 [vocab_size] of a step at the first batch size."""
         state, cache = self._cases[0]
-        _rewind(state)
+        self._rewind(state)
         replace(self.decoder, launch_settings=settings).decode_step(state, cache)
         return state.logits[0].clone()
 
@@ -85,11 +92,11 @@ class StepTimer:
         decoder = replace(self.decoder, launch_settings=settings)
         times = []
         for state, cache in self._cases:
-            _rewind(state)
+            self._rewind(state)
             graph = capture(lambda: decoder.decode_step(state, cache), decoder.device)  # noqa: B023
             samples = []
             for _ in range(repeats):
-                _rewind(state)
+                self._rewind(state)
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
                 for _ in range(STEPS):
@@ -100,9 +107,32 @@ class StepTimer:
             times.append(Percentiles.of(samples).p50)
         return tuple(times)
 
+    def kernels(self, settings: LaunchSettings) -> list[tuple[str, float]]:
+        """Every kernel of a step at the first batch size, in order: its name, and how many microseconds after the one
+        before it it ended, medians of `STEPS` steps under the profiler."""
+        state, cache = self._cases[0]
+        decoder = replace(self.decoder, launch_settings=settings)
+        self._rewind(state)
+        graph = capture(lambda: decoder.decode_step(state, cache), decoder.device)
+        self._rewind(state)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(STEPS):
+                graph.replay()
+            torch.cuda.synchronize(decoder.device)
+        events = sorted(
+            (event.time_range.end, event.name)
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        )
+        count = len(events) // STEPS
+        steps = [events[i * count : (i + 1) * count] for i in range(STEPS)]
+        ends = torch.tensor([[end for end, _ in step] for step in steps], dtype=torch.float64).flatten()
+        # The first kernel of all has none before it.
+        took = torch.cat([ends.new_full([1], torch.nan), ends.diff()]).view(STEPS, count).nanmedian(0).values
+        return [(name, time) for (_, name), time in zip(steps[0], took.tolist(), strict=True)]
 
-def _rewind(state: DecodeState) -> None:
-    """To a context of `CONTEXT` tokens, the last of which the step is for."""
-    state.token_ids.fill_(1)
-    state.positions.fill_(CONTEXT - 1)
-    state.context_lens.fill_(CONTEXT)
+    def _rewind(self, state: DecodeState) -> None:
+        """To the first step's context, the last token of which the step is for."""
+        state.token_ids.fill_(1)
+        state.positions.fill_(self._context - 1)
+        state.context_lens.fill_(self._context)
