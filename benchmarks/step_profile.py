@@ -62,7 +62,9 @@ def main() -> None:
         }
         for name, times in took.items()
     ]
-    print(f"a step takes {step_us:.0f} us, its kernels {sum(row['us'] for row in rows):.0f} under the profiler")
+    print(
+        f"a step takes {step_us:.0f} us, its kernels {sum(row['us'] for row in rows):.0f} under the profiler"
+    )
     for row in rows:
         share = f"{row['floor_us'] / row['us']:4.0%} of the bandwidth" if row["bytes"] else ""
         each = row["us"] / row["launches"]

@@ -45,7 +45,9 @@ def test_logits_do_not_depend_on_the_settings(decoder):
     split = {launch: GemvConfig(1, 1, 16, 2) for launch in timer.launches() if launch.op == "project"}
     torch.testing.assert_close(timer.logits(LaunchSettings(split)), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(timer.logits(LaunchSettings()), expected)
-    assert not torch.allclose(StepTimer(decoder, 1, (1,), short).logits(LaunchSettings()), expected, atol=1e-2)
+    assert not torch.allclose(
+        StepTimer(decoder, 1, (1,), short).logits(LaunchSettings()), expected, atol=1e-2
+    )
 
 
 def test_enough_layers(decoder, monkeypatch):

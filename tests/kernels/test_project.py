@@ -86,4 +86,7 @@ def test_16_bit_weights(dtype, rank, hidden_size):
     torch.testing.assert_close(scaled.float().sum(1), expected * norm, atol=5e-4, rtol=5e-4)
     for batch in (1, 2, 4):
         for alone, together in zip(step(batch), (latents, stream, scaled), strict=True):
-            assert torch.equal(alone, together[:batch])
+            if ON_GPU:
+                assert torch.equal(alone, together[:batch])
+            else:  # numpy's order of summation depends on how many rows a program has, which is more in a batch of 8
+                torch.testing.assert_close(alone, together[:batch], atol=2e-3, rtol=2e-3)

@@ -59,6 +59,16 @@ def test_even_launches():
     assert not config.is_even(512) and not config.is_even(1024, 1536)
 
 
+def test_more_rows_a_program_above_four_batch_rows():
+    """At least 16, and 32 where some 256 programs are left; never more than an op can have, and nothing else changes
+    that would change a sum."""
+    config = GemvConfig(8, 2, 8, splits=2)
+    assert config.for_batch(4, 32000) == config
+    assert config.for_batch(5, 3072) == config._replace(rows=16)
+    assert config.for_batch(8, 8192) == config._replace(rows=32)
+    assert config.for_batch(8, 8192, 16) == config._replace(rows=16)
+
+
 def test_launches_by_their_widths():
     equal, unequal = Launch.of("project_rope", 12288, 4096, 4096), Launch.of("project_rope", 12288, 576, 4096)
     assert equal == Launch("project_rope", 12288, 4096) and equal.shape == "12288 x 4096"

@@ -74,9 +74,9 @@ def test_shapes_and_sources():
     # Twice 132 programs of four warps fill a card: four times that over 2 kv heads and 16, 32 or 64 rows.
     assert [(launch.op, launch.shape, launch.settings) for launch in wide.launches] == [
         ("GEMMs", "projections, as in prefill", ""),
-        ("decode_attention", "4 heads, 2 kv heads of 64, 16 rows", "4 warps, 33 splits, tiles of 32"),
-        ("decode_attention", "4 heads, 2 kv heads of 64, 32 rows", "4 warps, 16 splits, tiles of 32"),
-        ("decode_attention", "4 heads, 2 kv heads of 64, 64 rows", "4 warps, 8 splits, tiles of 32"),
+        ("decode_attention", "4 heads, 2 kv heads of 64, 16 rows", "4 warps, 33 splits, units of 16"),
+        ("decode_attention", "4 heads, 2 kv heads of 64, 32 rows", "4 warps, 16 splits, units of 16"),
+        ("decode_attention", "4 heads, 2 kv heads of 64, 64 rows", "4 warps, 8 splits, units of 16"),
     ]
 
 

@@ -122,7 +122,7 @@ class StepTimer:
         events = sorted(
             (event.time_range.end, event.name)
             for event in profile.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
+            if event.device_type.name == "CUDA"
         )
         count = len(events) // STEPS
         steps = [events[i * count : (i + 1) * count] for i in range(STEPS)]

@@ -24,8 +24,8 @@ from .paged import LOG2_E, NO_WINDOW, check_paged_inputs, check_scale_and_window
 _NUM_SMS = 132
 
 #: More programs than this keep the memory busy by themselves. On an H200 a step of LLaMA-7B at 8192 tokens takes
-#: 3.36 ms, not 3.61, if each of its 1,024 programs asks for its next tile; of four rows 2 % more than without.
-_MAX_PREFETCHING = 8 * _NUM_SMS
+#: 3.36 ms, not 3.61, if each of its 1,024 programs asks for its next tokens; of four rows 2 % more than without.
+_FEW_PROGRAMS = 8 * _NUM_SMS
 
 #: Workspaces for so many rows or fewer split a context alike: their rows are the same bit for bit.
 MAX_SAME_SPLITS_BATCH = 8
@@ -48,16 +48,18 @@ class DecodeConfig(NamedTuple):
     """How the kernel is launched. It decides the order of summation, so it depends on the layer's shape and on the
     batch that the workspace is for, never on a row.
 
-    num_splits: programs that share one context, at most. tile: tokens a program loads at a time, a divisor of 64.
-    num_stages: tiles in flight through shared memory (1: straight into registers). prefetch: whether the next tile is
-    asked for, into the L2 cache, before one is multiplied; it changes no sum.
+    num_splits: programs that share one context, at most. unit: tokens that a single head multiplies at a time, and
+    half of those that grouped heads do, a divisor of 32. num_warps: of a program. What follows changes no sum.
+    pairs: whether a single head loads two units before it multiplies the first. prefetch: whether the next two are
+    asked for, into the L2 cache, before that. max_registers: of a thread.
     """
 
     num_splits: int
-    tile: int
+    unit: int
     num_warps: int
-    num_stages: int
-    prefetch: bool = False
+    pairs: bool
+    prefetch: bool
+    max_registers: int
 
 
 def num_splits(heads: int, kv_heads: int, batch: int = 1) -> int:
@@ -78,16 +80,20 @@ def decode_config(
 ) -> DecodeConfig:
     """The launch of a layer's shape; `dtype` is the caches', `batch` what the workspace is for.
 
-    At short contexts a program is all latency, so a single head has one warp, which needs no barrier: 16 KiB in
-    flight a program, 128 registers, 16 programs an SM. Grouped heads multiply on tensor cores; on an H200 a step of
-    Llama-3-8B takes 3.17 ms at 512 tokens with tiles straight into registers, 3.9 ms with three in shared memory.
+    At short contexts a program is all latency, so a single head has one warp, which needs no barrier. Few programs
+    load two units at once, 16 KiB each, in 190 registers; many load one, and with 128 registers an SM holds 16 of them:
+    on an H200 a step of 8 rows of LLaMA-7B at 320 tokens takes 3.29 ms, not 3.35, and of four rows at 4096 tokens
+    4.50 ms, not 4.78. The merge of fewer parts, above 8 rows, needs fewer registers anyway. Grouped heads multiply on
+    tensor cores; a step of Llama-3-8B takes 3.17 ms at 512 tokens with tiles straight into registers, 3.9 ms with three
+    in shared memory.
     """
     splits = num_splits(heads, kv_heads, batch)
-    wide = head_dim > 128
-    prefetch = splits * kv_heads * batch <= _MAX_PREFETCHING
+    few = splits * kv_heads * batch <= _FEW_PROGRAMS
+    unit = 8 if head_dim > 128 or dtype == torch.float32 else 16
     if heads == kv_heads:
-        return DecodeConfig(splits, 16 if wide or dtype == torch.float32 else 32, 1, 1, prefetch)
-    return DecodeConfig(splits, 32 if wide or dtype == torch.float32 else BLOCK_SIZE, 4, 1, prefetch)
+        crowded = not few and batch <= MAX_SAME_SPLITS_BATCH
+        return DecodeConfig(splits, unit, 1, few, few, 128 if crowded else 255)
+    return DecodeConfig(splits, 2 * unit, 4, True, few, 255)
 
 
 def decode_attention_workspace(
@@ -192,16 +198,16 @@ def decode_attention(
         HEAD_DIM=head_dim,
         HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=BLOCK_SIZE,
-        TILE=config.tile,
+        UNIT=config.unit,
+        PAIRS=config.pairs,
         NUM_SPLITS=config.num_splits,
         NUM_SPLITS_PAD=splits_pad,
         MERGED_SPLITS=min(splits_pad, merged),
         PARTS=parts,
-        NUM_STAGES=config.num_stages,
         PREFETCH=config.prefetch and pdl,
         PDL=pdl,
         num_warps=config.num_warps,
-        maxnreg=min(255, 65536 // (32 * config.num_warps)),
+        maxnreg=config.max_registers,
         launch_pdl=pdl,
     )
     return out
@@ -235,12 +241,12 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAIRS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     NUM_SPLITS_PAD: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -250,21 +256,20 @@ def _decode_kernel(
     # Known before the kernel that computes q has finished, like all keys and values but the newest.
     context_len = tl.load(context_ptr + row)
     first = tl.maximum(context_len - window, 0)  # the first token that the query sees
-    # A short context is dealt out in half tiles, a long one in whole ones, none across the end of a block.
-    HALF: tl.constexpr = TILE // 2
-    first_half = first // TILE * 2
-    halves = tl.cdiv(context_len, HALF) - first_half
-    per_split = tl.where(halves <= NUM_SPLITS, 1, tl.cdiv(halves, 2 * NUM_SPLITS) * 2)
-    used = tl.maximum(tl.cdiv(halves, per_split), 1)
-    begin = (first_half + split * per_split) * HALF
-    end = tl.minimum(begin + per_split * HALF, context_len)
+    # A short context is dealt out in units, a long one in pairs of them, none across the end of a block.
+    first_unit = first // (2 * UNIT) * 2
+    units = tl.cdiv(context_len, UNIT) - first_unit
+    per_split = tl.where(units <= NUM_SPLITS, 1, tl.cdiv(units, 2 * NUM_SPLITS) * 2)
+    used = tl.maximum(tl.cdiv(units, per_split), 1)
+    begin = (first_unit + split * per_split) * UNIT
+    end = tl.minimum(begin + per_split * UNIT, context_len)
     table = table_ptr + row * table_stride
     head_offset = kv_head.to(tl.int64) * cache_stride_head
     if PDL:  # the interpreter has no gdc_*
         if begin < end:
             _prefetch_tile(
                 key_ptr + head_offset, value_ptr + head_offset, tl.load(table + begin // BLOCK_SIZE), begin,
-                cache_stride_block, HEAD_DIM, BLOCK_SIZE, HALF,
+                cache_stride_block, HEAD_DIM, BLOCK_SIZE, UNIT,
             )  # fmt: skip
         gdc_wait()
         gdc_launch_dependents()
@@ -273,13 +278,13 @@ def _decode_kernel(
         if GROUP == 1:
             m, total, acc = _attend_one(
                 q_head, key_ptr + head_offset, value_ptr + head_offset, table, scale_log2, first,
-                begin, end, cache_stride_block, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, TILE, NUM_STAGES, PREFETCH,
+                begin, end, cache_stride_block, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, UNIT, PAIRS, PREFETCH,
             )  # fmt: skip
         else:
             m, total, acc = _attend_group(
                 q_head, q_stride_head, key_ptr + head_offset, value_ptr + head_offset, table, scale_log2,
                 first, begin, end, cache_stride_block, GROUP, GROUP_PAD, HEAD_DIM, HEAD_DIM_PAD,
-                BLOCK_SIZE, TILE, NUM_STAGES, PREFETCH,
+                BLOCK_SIZE, 2 * UNIT, PREFETCH,
             )  # fmt: skip
 
         head = tl.arange(0, GROUP_PAD)
@@ -350,10 +355,11 @@ def _load_tile(
 @triton.jit
 def _attend_one(
     q_ptr, key_ptr, value_ptr, table, scale_log2, first, begin, end, cache_stride_block,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    NUM_STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr,
+    PAIRS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One query head over tokens [begin, end). Returns m [1], total [1], acc [1, HEAD_DIM_PAD]."""
+    STEP: tl.constexpr = 2 * UNIT if PAIRS else UNIT
     dim = tl.arange(0, HEAD_DIM_PAD)
     q = tl.load(q_ptr + dim, mask=dim < HEAD_DIM, other=0.0)
     q = q.to(tl.float32) * scale_log2
@@ -363,28 +369,39 @@ def _attend_one(
     acc = tl.zeros([HEAD_DIM_PAD], tl.float32)
     # Read a step ahead: otherwise every tile would wait for its address.
     block = tl.load(table + begin // BLOCK_SIZE, mask=begin < end, other=0)
-    for start in tl.range(begin, end, TILE, num_stages=NUM_STAGES):
-        following = tl.load(table + tl.minimum(start + TILE, end - 1) // BLOCK_SIZE)
-        block_offset = block.to(tl.int64) * cache_stride_block
-        k, v, seen = _load_tile(
-            key_ptr + block_offset, value_ptr + block_offset, start, first, end,
-            HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, TILE,
-        )  # fmt: skip
+    for start in tl.range(begin, end, STEP, num_stages=1):
+        following = tl.load(table + tl.minimum(start + STEP, end - 1) // BLOCK_SIZE)
+        keys = key_ptr + block.to(tl.int64) * cache_stride_block
+        values = value_ptr + block.to(tl.int64) * cache_stride_block
+        k, v, seen = _load_tile(keys, values, start, first, end, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, UNIT)
+        if PAIRS:
+            middle = start + UNIT
+            k2, v2, seen2 = _load_tile(
+                keys, values, middle, first, end, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, UNIT
+            )
         if PREFETCH:
-            if start + TILE < end:
+            if start + STEP < end:
                 _prefetch_tile(
-                    key_ptr, value_ptr, following, start + TILE, cache_stride_block, HEAD_DIM, BLOCK_SIZE, TILE,
+                    key_ptr, value_ptr, following, start + STEP, cache_stride_block, HEAD_DIM, BLOCK_SIZE, STEP,
                 )  # fmt: skip
-        score = tl.sum(k.to(tl.float32) * q[None, :], axis=1)
-        score = tl.where(seen, score, float("-inf"))
-        m_new = tl.maximum(m, tl.max(score, axis=0))
-        decay = tl.exp2(m - m_new)
-        p = tl.exp2(score - m_new)
-        total = total * decay + tl.sum(p, axis=0)
-        acc = acc * decay + tl.sum(p[:, None] * v.to(tl.float32), axis=0)
-        m = m_new
+        m, total, acc = _add_tile(q, k, v, seen, m, total, acc)
+        if PAIRS:
+            if middle < end:
+                m, total, acc = _add_tile(q, k2, v2, seen2, m, total, acc)
         block = following
     return m, total, acc[None, :]
+
+
+@triton.jit
+def _add_tile(q, k, v, seen, m, total, acc):
+    """The attention of one query so far, and that over one more tile."""
+    score = tl.sum(k.to(tl.float32) * q[None, :], axis=1)
+    score = tl.where(seen, score, float("-inf"))
+    m_new = tl.maximum(m, tl.max(score, axis=0))
+    decay = tl.exp2(m - m_new)
+    p = tl.exp2(score - m_new)
+    total = total * decay + tl.sum(p, axis=0)
+    return m_new, total, acc * decay + tl.sum(p[:, None] * v.to(tl.float32), axis=0)
 
 
 @triton.jit
@@ -398,8 +415,7 @@ def _part(x, part, dtype: tl.constexpr):
 def _attend_group(
     q_ptr, q_stride_head, key_ptr, value_ptr, table, scale_log2, first, begin, end,
     cache_stride_block, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one kv head over tokens [begin, end), each read once.
 
@@ -415,7 +431,7 @@ def _attend_group(
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, HEAD_DIM_PAD], tl.float32)
     block = tl.load(table + begin // BLOCK_SIZE, mask=begin < end, other=0)
-    for start in tl.range(begin, end, TILE, num_stages=NUM_STAGES):
+    for start in tl.range(begin, end, TILE, num_stages=1):
         following = tl.load(table + tl.minimum(start + TILE, end - 1) // BLOCK_SIZE)
         block_offset = block.to(tl.int64) * cache_stride_block
         k, v, seen = _load_tile(

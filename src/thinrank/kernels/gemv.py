@@ -1,10 +1,10 @@
 """What the decode GEMVs share: how they multiply, split sums, the norm's scale, the launch barrier.
 
 Weights live in one arena, a flat tensor; a matrix is an offset into it with rows of K numbers, K a multiple of 64.
-A program multiplies 8 or 16 rows of one matrix, or 8 of each of a pair. Each of its SLICES warps takes blocks
-of 64 columns in turn and multiplies them on tensor cores, the batch rows being the other side of the product, so
-that a batch of 8 takes hardly longer than one row, and in the same order of summation: a row's result is the same
-bit for bit alone and in any batch.
+A program multiplies 8, 16 or 32 rows of one matrix, or of a pair. Each of its SLICES warps takes blocks of 64 columns
+in turn and multiplies them on tensor cores, the batch rows being the other side of the product, so that a batch of 8
+takes hardly longer than one row, and in the same order of summation: a row's result is the same bit for bit alone and
+in any batch.
 
 That side has room for 16 rows and the batch has at most 8, so each input comes in two parts, the number rounded to the
 weights' dtype and what the rounding left, [batch, 2, width], and a 16-bit model is multiplied with inputs of 16 bits of
@@ -39,12 +39,21 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @triton.jit
-def tile_rows(matrix, first_row, num_rows, stride, SLICES: tl.constexpr):
-    """Where the tiles of 8 rows start: pointers [SLICES * 8, 32]. Past the last row it is the last row again."""
-    lane = tl.arange(0, SLICES * 8)
-    row = tl.minimum(first_row + lane % 8, num_rows - 1)
-    columns = (lane // 8 * 64)[:, None] + tl.arange(0, 32)[None, :]
-    return matrix + row[:, None].to(tl.int64) * stride + columns
+def program_row(index, apart):
+    """Which row a program's index-th is: groups of 8 rows, every other group `apart` after the one before it."""
+    return index % 8 + index // 8 % 2 * apart + index // 16 * 8
+
+
+@triton.jit
+def tile_rows(matrix, first_row, num_rows, stride, apart, ROWS: tl.constexpr, SLICES: tl.constexpr):
+    """Where the tiles of ROWS rows start: pointers [ROWS * SLICES, 32], 8 rows of every warp after 8 others.
+
+    Past the last row it is the last row again.
+    """
+    lane = tl.arange(0, ROWS * SLICES)
+    row = first_row + program_row(lane // (8 * SLICES) * 8 + lane % 8, apart)
+    columns = (lane // 8 % SLICES * 64)[:, None] + tl.arange(0, 32)[None, :]
+    return matrix + tl.minimum(row, num_rows - 1)[:, None].to(tl.int64) * stride + columns
 
 
 @triton.jit
@@ -105,7 +114,7 @@ def fragment(tile, SLICES: tl.constexpr):
 
 @triton.jit
 def add_tiles(acc, tiles, inputs, SLICES: tl.constexpr, AHEAD: tl.constexpr):
-    """acc [SLICES, 16, 8] plus the products of `load_tiles` of a matrix and of its inputs."""
+    """acc [SLICES, 16, ROWS] plus the products of `load_tiles` of a matrix and of its inputs."""
     for i in tl.static_range(2 * AHEAD):
         weights = tl.permute(fragment(tiles[i], SLICES), [0, 2, 1])
         acc = tl.dot(fragment(inputs[i], SLICES), weights, acc, input_precision="ieee")
@@ -113,11 +122,36 @@ def add_tiles(acc, tiles, inputs, SLICES: tl.constexpr, AHEAD: tl.constexpr):
 
 
 @triton.jit
+def add_round(
+    acc0, acc1, pointers0, inputs0, end0, pointers1, inputs1, end1, k,
+    PAIR: tl.constexpr, SAME_INPUT: tl.constexpr,
+    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr,
+):  # fmt: skip
+    """Both sums plus one round's products, from column k on."""
+    tiles0 = load_tiles(pointers0, k, end0, SLICES, AHEAD, EVEN)
+    if PAIR:
+        tiles1 = load_tiles(pointers1, k, end1, SLICES, AHEAD, EVEN)
+    x0_tiles = load_tiles(inputs0, k, end0, SLICES, AHEAD, EVEN, FOUR)
+    x1_tiles = x0_tiles
+    if not SAME_INPUT:
+        x1_tiles = load_tiles(inputs1, k, end1, SLICES, AHEAD, EVEN, FOUR)
+    acc0 = add_tiles(acc0, tiles0, x0_tiles, SLICES, AHEAD)
+    if PAIR:
+        acc1 = add_tiles(acc1, tiles1, x1_tiles, SLICES, AHEAD)
+    return acc0, acc1
+
+
+@triton.jit
 def add_columns(
     acc, pointers, inputs, begin, end, SLICES: tl.constexpr, AHEAD: tl.constexpr, FOUR: tl.constexpr,
 ):  # fmt: skip
     """acc plus the products of a matrix and its inputs from column `begin` on, which may be past the `end`."""
-    for k in tl.range(begin, end, AHEAD * SLICES * 64, num_stages=1):
+    step: tl.constexpr = AHEAD * SLICES * 64
+    whole = begin + tl.maximum(end - begin, 0) // step * step
+    for k in tl.range(begin, whole, step, num_stages=1):
+        tiles = load_tiles(pointers, k, end, SLICES, AHEAD, True)
+        acc = add_tiles(acc, tiles, load_tiles(inputs, k, end, SLICES, AHEAD, True, FOUR), SLICES, AHEAD)
+    for k in tl.range(whole, end, step, num_stages=1):
         tiles = load_tiles(pointers, k, end, SLICES, AHEAD, False)
         acc = add_tiles(acc, tiles, load_tiles(inputs, k, end, SLICES, AHEAD, False, FOUR), SLICES, AHEAD)
     return acc
@@ -125,18 +159,19 @@ def add_columns(
 
 @triton.jit
 def sum_parts(acc, SLICES: tl.constexpr, FOUR: tl.constexpr):
-    """The products of both parts of the inputs together: [SLICES, 16, 8] -> [SLICES, 8 or 4, 8]."""
-    sums = tl.sum(tl.reshape(acc, [SLICES, 2, 8, 8]), axis=1)
+    """The products of both parts of the inputs together: [SLICES, 16, ROWS] -> [SLICES, 8 or 4, ROWS]."""
+    ROWS: tl.constexpr = acc.shape[2]
+    sums = tl.sum(tl.reshape(acc, [SLICES, 2, 8, ROWS]), axis=1)
     if FOUR:  # one of the two was zeros
-        sums = tl.sum(tl.reshape(sums, [SLICES, 2, 4, 8]), axis=1)
+        sums = tl.sum(tl.reshape(sums, [SLICES, 2, 4, ROWS]), axis=1)
     return sums
 
 
 @triton.jit
 def by_weight_row(sums, FOUR: tl.constexpr):
-    """[8 or 4, 8] -> [8, 8], a column a batch row."""
+    """[8 or 4, ROWS] -> [ROWS, 8], a column a batch row."""
     if FOUR:
-        sums = tl.reshape(tl.permute(tl.join(sums, sums), [2, 0, 1]), [8, 8])
+        sums = tl.reshape(tl.permute(tl.join(sums, sums), [2, 0, 1]), [8, sums.shape[1]])
     return tl.trans(sums)
 
 
@@ -159,19 +194,45 @@ def store_result(pointers, stride, value, mask, PARTS: tl.constexpr):
 
 
 @triton.jit
+def load_rows(
+    matrix, first_row, num_rows, K, apart, begin, end,
+    ROWS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """What `gemv` needs of ROWS rows of a matrix: where their tiles are, and the first ones."""
+    pointers = tile_rows(matrix, first_row, num_rows, K, apart, ROWS, SLICES)
+    return pointers, load_tiles(pointers, begin, end, SLICES, AHEAD, EVEN)
+
+
+@triton.jit
 def gemv(
-    tiles0, pointers0, x0, stride0, end0, tiles1, pointers1, x1, stride1, end1, begin, batch,
+    weights, x, stride, begin, end, batch,
+    SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr,
+):  # fmt: skip
+    """Columns begin to end of the rows of `load_rows` times x: float32 [ROWS, 8], a column a batch row; those past the
+    batch are meaningless.
+
+    EVEN: the columns are whole rounds. FOUR: the batch has at most 4 rows.
+    """
+    sums, _ = gemv_pair(
+        weights, x, stride, end, weights, x, stride, end, begin, batch, False, True, SLICES, AHEAD, EVEN, FOUR
+    )
+    return sums
+
+
+@triton.jit
+def gemv_pair(
+    weights0, x0, stride0, end0, weights1, x1, stride1, end1, begin, batch,
     PAIR: tl.constexpr, SAME_INPUT: tl.constexpr,
     SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr,
     UNEQUAL: tl.constexpr = False,
 ):  # fmt: skip
-    """8 rows of one matrix and, if PAIR, 8 of another times their inputs, columns `begin` to `end`: float32 [8, 8]
-    each, a column a batch row; those past the batch are meaningless.
+    """`gemv` of one matrix and, if PAIR, of another one with as many rows.
 
-    tiles: the first ones of each, loaded already. SAME_INPUT: x1 is x0, so that it is loaded once. EVEN: both
-    matrices end after whole steps. FOUR: the batch has at most 4 rows. UNEQUAL: one may end before the other, which
-    goes on alone, in steps twice as long.
+    SAME_INPUT: x1 is x0, so that it is loaded once. UNEQUAL: one may end before the other, which goes on alone, in
+    steps twice as long.
     """
+    pointers0, pointers1 = weights0[0], weights1[0]
+    ROWS: tl.constexpr = pointers0.shape[0] // SLICES
     step: tl.constexpr = AHEAD * SLICES * 64
     inputs0 = input_rows(x0, batch, stride0, SLICES, FOUR)
     inputs1 = input_rows(x1, batch, stride1, SLICES, FOUR)
@@ -179,30 +240,32 @@ def gemv(
     x1_tiles = x0_tiles
     if not SAME_INPUT:
         x1_tiles = load_tiles(inputs1, begin, end1, SLICES, AHEAD, EVEN, FOUR)
-    acc0 = add_tiles(tl.zeros([SLICES, 16, 8], tl.float32), tiles0, x0_tiles, SLICES, AHEAD)
-    acc1 = tl.zeros([SLICES, 16, 8], tl.float32)
+    acc0 = add_tiles(tl.zeros([SLICES, 16, ROWS], tl.float32), weights0[1], x0_tiles, SLICES, AHEAD)
+    acc1 = tl.zeros([SLICES, 16, ROWS], tl.float32)
     if PAIR:
-        acc1 = add_tiles(acc1, tiles1, x1_tiles, SLICES, AHEAD)
+        acc1 = add_tiles(acc1, weights1[1], x1_tiles, SLICES, AHEAD)
     # One stage: a pipelined loop would send the tiles through shared memory. Tiles are not carried from one round
     # to the next either: carried values are unpacked into single numbers, which waits for them. While the tiles of
     # a round are on their way, other programs of the SM multiply.
     end = end0
     if UNEQUAL:
-        end = begin + tl.cdiv(tl.minimum(end0, end1) - begin, step) * step
-    for k in tl.range(begin + step, end, step, num_stages=1):
-        tiles0 = load_tiles(pointers0, k, end0, SLICES, AHEAD, EVEN)
-        if PAIR:
-            tiles1 = load_tiles(pointers1, k, end1, SLICES, AHEAD, EVEN)
-        x0_tiles = load_tiles(inputs0, k, end0, SLICES, AHEAD, EVEN, FOUR)
-        x1_tiles = x0_tiles
-        if not SAME_INPUT:
-            x1_tiles = load_tiles(inputs1, k, end1, SLICES, AHEAD, EVEN, FOUR)
-        acc0 = add_tiles(acc0, tiles0, x0_tiles, SLICES, AHEAD)
-        if PAIR:
-            acc1 = add_tiles(acc1, tiles1, x1_tiles, SLICES, AHEAD)
+        end = tl.minimum(end0, end1)
+    whole = begin + (end - begin) // step * step
+    for k in tl.range(begin + step, whole, step, num_stages=1):
+        acc0, acc1 = add_round(
+            acc0, acc1, pointers0, inputs0, end0, pointers1, inputs1, end1, k,
+            PAIR, SAME_INPUT, SLICES, AHEAD, True, FOUR,
+        )  # fmt: skip
+    if not EVEN:  # at most one more: only the last round has masks, which cost instructions
+        for k in tl.range(tl.maximum(whole, begin + step), end, step, num_stages=1):
+            acc0, acc1 = add_round(
+                acc0, acc1, pointers0, inputs0, end0, pointers1, inputs1, end1, k,
+                PAIR, SAME_INPUT, SLICES, AHEAD, False, FOUR,
+            )  # fmt: skip
     if UNEQUAL:
-        acc0 = add_columns(acc0, pointers0, inputs0, end, end0, SLICES, 2 * AHEAD, FOUR)
-        acc1 = add_columns(acc1, pointers1, inputs1, end, end1, SLICES, 2 * AHEAD, FOUR)
+        done = begin + tl.cdiv(end - begin, step) * step
+        acc0 = add_columns(acc0, pointers0, inputs0, done, end0, SLICES, 2 * AHEAD, FOUR)
+        acc1 = add_columns(acc1, pointers1, inputs1, done, end1, SLICES, 2 * AHEAD, FOUR)
     sums0 = sum_parts(acc0, SLICES, FOUR)
     if PAIR:
         # The warps are summed up for both matrices together: one exchange instead of two.
@@ -211,36 +274,6 @@ def gemv(
         sums0 = tl.sum(sums0, axis=0)
         sums1 = sums0
     return by_weight_row(sums0, FOUR), by_weight_row(sums1, FOUR)
-
-
-@triton.jit
-def load_rows(
-    matrix, first_row, num_rows, K, begin, end,
-    ROWS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """What `gemv_rows` needs of 8 or 16 rows of a matrix: the first tiles of each 8, and where they are."""
-    pointers0 = tile_rows(matrix, first_row, num_rows, K, SLICES)
-    tiles0 = load_tiles(pointers0, begin, end, SLICES, AHEAD, EVEN)
-    pointers1, tiles1 = pointers0, tiles0
-    if ROWS == 16:
-        pointers1 = tile_rows(matrix, first_row + 8, num_rows, K, SLICES)
-        tiles1 = load_tiles(pointers1, begin, end, SLICES, AHEAD, EVEN)
-    return tiles0, pointers0, tiles1, pointers1
-
-
-@triton.jit
-def gemv_rows(
-    weights, x, x_stride, begin, end, batch,
-    ROWS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr,
-):  # fmt: skip
-    """Columns begin to end of ROWS rows times x: float32 [ROWS, 8], a column a batch row. weights: from `load_rows`."""
-    sum0, sum1 = gemv(
-        weights[0], weights[1], x, x_stride, end, weights[2], weights[3], x, x_stride, end, begin, batch,
-        ROWS == 16, True, SLICES, AHEAD, EVEN, FOUR,
-    )  # fmt: skip
-    if ROWS == 16:
-        sum0 = tl.reshape(tl.permute(tl.join(sum0, sum1), [2, 0, 1]), [16, 8])
-    return sum0
 
 
 @triton.jit

@@ -7,10 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemv import (
-    gemv_rows,
+    gemv,
     load_rows,
     load_squares,
     norm_scale,
+    program_row,
     split_range,
     store_result,
     sum_splits,
@@ -41,12 +42,13 @@ def norm_project(
     dtype.
     """
     batch, _, hidden_size = scaled.shape
-    blocks = [triton.cdiv(rows, config.rows_for(batch)) for rows in segments.rows]
+    config = config.for_batch(batch, sum(segments.rows))
+    blocks = [triton.cdiv(rows, config.rows) for rows in segments.rows]
     _norm_project_kernel[(sum(blocks), config.splits)](
         scaled, squares, squares.shape[1], eps, arena, out, out.stride(0), hidden_size, batch,
         *segments.offsets, *segments.rows, *segments.out_offsets, blocks[0], blocks[0] + blocks[1],
         workspace.partials, workspace.counters,
-        PARTS=out.dim() == 3, ROWS=config.rows_for(batch), SPLITS=config.splits,
+        PARTS=out.dim() == 3, ROWS=config.rows, SPLITS=config.splits,
         NUM_SQUARES=triton.next_power_of_2(squares.shape[1]),
         PDL=pdl, launch_pdl=pdl, **config.arguments(batch, hidden_size),
     )  # fmt: skip
@@ -68,13 +70,15 @@ def _norm_project_kernel(
         offset, num_rows, out_offset, first_block = offset1, rows1, out1, end0
     first_row = (block - first_block) * ROWS
     begin, end = split_range(K, split, SPLITS)
-    weights = load_rows(arena + offset, first_row, num_rows, K, begin, end, ROWS, SLICES, AHEAD, EVEN)
+    weights = load_rows(
+        arena + offset, first_row, num_rows, K, ROWS // 2, begin, end, ROWS, SLICES, AHEAD, EVEN
+    )
     wait_for_inputs(PDL)
     square_sums = load_squares(squares, num_squares, batch, NUM_SQUARES)
-    sums = gemv_rows(weights, scaled, 2 * K, begin, end, batch, ROWS, SLICES, AHEAD, EVEN, FOUR)
+    sums = gemv(weights, scaled, 2 * K, begin, end, batch, SLICES, AHEAD, EVEN, FOUR)
     sums, is_last = sum_splits(sums, partials, counters, block, split, ROWS, SPLITS)
     if is_last:
-        row, column = first_row + tl.arange(0, ROWS), tl.arange(0, 8)
+        row, column = first_row + program_row(tl.arange(0, ROWS), ROWS // 2), tl.arange(0, 8)
         pointers = out + column[None, :] * out_stride + out_offset + row[:, None]
         result = sums * norm_scale(square_sums, K, eps)
         mask = (row < num_rows)[:, None] & (column < batch)[None, :]

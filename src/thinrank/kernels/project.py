@@ -8,15 +8,16 @@ from torch import Tensor
 
 from .gemv import (
     SQUARES_GROUP,
-    gemv_rows,
+    gemv,
     load_rows,
+    program_row,
     split_range,
     store_parts,
     store_result,
     sum_splits,
     wait_for_inputs,
 )
-from .tuning import GemvConfig
+from .tuning import MAX_ROWS, GemvConfig
 from .workspace import SplitWorkspace
 
 
@@ -81,10 +82,11 @@ def _launch(
     config: GemvConfig,
     pdl: bool,
 ) -> None:
-    _project_kernel[(triton.cdiv(rows, config.rows_for(x.shape[0])), config.splits)](
+    config = config.for_batch(x.shape[0], rows, SQUARES_GROUP if norm is not None else MAX_ROWS)
+    _project_kernel[(triton.cdiv(rows, config.rows), config.splits)](
         x, x.stride(0), arena, offset, rows, width, out, out.stride(0), x.shape[0],
         bias, norm, scaled, squares, workspace.partials, workspace.counters,
-        PARTS=out.dim() == 3, ROWS=config.rows_for(x.shape[0]), SPLITS=config.splits,
+        PARTS=out.dim() == 3, ROWS=config.rows, SPLITS=config.splits,
         HAS_BIAS=bias is not None, RESIDUAL=norm is not None,
         PDL=pdl, launch_pdl=pdl, **config.arguments(x.shape[0], width),
     )  # fmt: skip
@@ -100,8 +102,8 @@ def _project_kernel(
     block, split = tl.program_id(0), tl.program_id(1)
     begin, end = split_range(K, split, SPLITS)
     matrix = arena + offset
-    weights = load_rows(matrix, block * ROWS, num_rows, K, begin, end, ROWS, SLICES, AHEAD, EVEN)
-    row, column = block * ROWS + tl.arange(0, ROWS), tl.arange(0, 8)
+    weights = load_rows(matrix, block * ROWS, num_rows, K, ROWS // 2, begin, end, ROWS, SLICES, AHEAD, EVEN)
+    row, column = block * ROWS + program_row(tl.arange(0, ROWS), ROWS // 2), tl.arange(0, 8)
     row_mask = row < num_rows
     mask = row_mask[:, None] & (column < batch)[None, :]
     pointers = out + column[None, :] * out_stride + row[:, None]
@@ -111,7 +113,7 @@ def _project_kernel(
         if HAS_BIAS:
             addend += tl.load(bias + row, mask=row_mask, other=0.0)[:, None]
     wait_for_inputs(PDL)
-    sums = gemv_rows(weights, x, x_stride, begin, end, batch, ROWS, SLICES, AHEAD, EVEN, FOUR)
+    sums = gemv(weights, x, x_stride, begin, end, batch, SLICES, AHEAD, EVEN, FOUR)
     sums, is_last = sum_splits(sums, partials, counters, block, split, ROWS, SPLITS)
     if is_last:
         if RESIDUAL:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv import gemv, load_squares, load_tiles, norm_scale, tile_rows, wait_for_inputs
+from .gemv import gemv, load_rows, load_squares, norm_scale, wait_for_inputs
 from .segments import Segments
 from .tuning import GemvConfig
 
@@ -35,21 +35,23 @@ def project_rope(
     x is latents[b, seg.in_offset:] for a low-rank module; for a dense one (in_offset below 0) the normed vector, as in
     `norm_project`. segments: q, k, v; their widths may differ. bias: float32 [q_size + 2 * kv_size] or None.
     qk_norm: float32 [2, head_dim] or None. rotation: float32 [positions, 2, head_dim/2], cos and sin of every
-    position. latents, scaled: [batch, 2, width], in two parts (gemv). q: [batch,
-    heads * head_dim]. caches: [blocks, kv_heads, block_size, head_dim]. positions: int32
-    [batch]; block_tables: int32 [batch, blocks]. A program computes 8 pairs of rows that RoPE turns together; with
-    a q/k norm all pairs of a head, 8 after 8.
+    position. latents, scaled: [batch, 2, width], in two parts (gemv). q: [batch, heads * head_dim]. caches: [blocks,
+    kv_heads, block_size, head_dim]. positions: int32 [batch]; block_tables: int32 [batch, blocks]. A program computes 8
+    or 16 pairs of rows that RoPE turns together; with a q/k norm all pairs of a head, 8 after 8.
     """
     kv_heads, block_size, head_dim = key_cache.shape[1:]
     batch, _, hidden_size = scaled.shape
     heads = segments.rows[0] // head_dim
-    chunks = 1 if qk_norm is not None else head_dim // 16
-    _project_rope_kernel[((heads + 2 * kv_heads) * chunks,)](
+    if qk_norm is None:
+        config = config.for_batch(batch, sum(segments.rows))
+    programs = 1 if qk_norm is not None else head_dim // config.rows
+    _project_rope_kernel[((heads + 2 * kv_heads) * programs,)](
         latents, latents.stride(0), scaled, squares, squares.shape[1], hidden_size, eps, arena, batch,
         *segments.offsets, *segments.widths, *segments.in_offsets,
         bias, qk_norm, rotation, q, key_cache, value_cache, positions, block_tables, block_tables.stride(0),
         heads, kv_heads, key_cache.stride(0),
-        PROGRAMS=chunks, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, NUM_SQUARES=triton.next_power_of_2(squares.shape[1]),
+        PROGRAMS=programs, ROWS=config.rows, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        NUM_SQUARES=triton.next_power_of_2(squares.shape[1]),
         HAS_BIAS=bias is not None, QK_NORM=qk_norm is not None, ANY_DENSE=min(segments.in_offsets) < 0,
         PDL=pdl, launch_pdl=pdl, **config.arguments(batch, *segments.widths),
     )  # fmt: skip
@@ -61,7 +63,7 @@ def _project_rope_kernel(
     offset_q: tl.int64, offset_k: tl.int64, offset_v: tl.int64, K_q, K_k, K_v, in_q, in_k, in_v,
     bias, qk_norm, rotation, q, key_cache, value_cache, positions, block_tables, table_stride,
     heads, kv_heads, cache_stride,
-    PROGRAMS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    PROGRAMS: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
     FOUR: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, ANY_DENSE: tl.constexpr, PDL: tl.constexpr,
@@ -70,7 +72,7 @@ def _project_rope_kernel(
     CHUNKS: tl.constexpr = HALF // 8 // PROGRAMS
     CHUNKS_PAD: tl.constexpr = triton.next_power_of_2(CHUNKS)
     head = tl.program_id(0) // PROGRAMS
-    first_pair = tl.program_id(0) % PROGRAMS * 8
+    first_pair = tl.program_id(0) % PROGRAMS * (CHUNKS * 8)
     offset, K, in_offset, head_in = offset_q, K_q, in_q, head
     if head >= heads + kv_heads:
         offset, K, in_offset = offset_v, K_v, in_v
@@ -79,10 +81,7 @@ def _project_rope_kernel(
         offset, K, in_offset = offset_k, K_k, in_k
         head_in = head - heads
     row = head_in * HEAD_DIM + first_pair
-    rows1 = tile_rows(arena + offset, row, row + HALF, K, SLICES)
-    rows2 = tile_rows(arena + offset, row + HALF, row + HEAD_DIM, K, SLICES)
-    tiles1 = load_tiles(rows1, 0, K, SLICES, AHEAD, EVEN)
-    tiles2 = load_tiles(rows2, 0, K, SLICES, AHEAD, EVEN)
+    weights = load_rows(arena + offset, row, row + HEAD_DIM, K, HALF, 0, K, ROWS, SLICES, AHEAD, EVEN)
     # [CHUNKS_PAD, 8 pairs, 8 batch rows] from here on.
     column = tl.arange(0, 8)
     position = tl.load(positions + column, mask=column < batch, other=0)
@@ -91,7 +90,7 @@ def _project_rope_kernel(
     pair = (first_pair + tl.arange(0, CHUNKS_PAD)[:, None] * 8 + tl.arange(0, 8)[None, :])[:, :, None]
     exists = pair < HALF
     angle = rotation + position[None, None, :] * HEAD_DIM + pair
-    if CHUNKS == 1:  # there are registers for it
+    if not QK_NORM:  # there are registers for it
         cos, sin = tl.load(angle), tl.load(angle + HALF)
     wait_for_inputs(PDL)
     x, stride = latents + in_offset, latents_stride
@@ -100,25 +99,18 @@ def _project_rope_kernel(
         # Selected, not branched: after a branch the compiler knows no alignment, and loads two bytes at a time.
         x = tl.where(in_offset < 0, scaled, x)
         stride = tl.where(in_offset < 0, 2 * hidden_size, stride)
-    first, second = gemv(
-        tiles1, rows1, x, stride, K, tiles2, rows2, x, stride, K, 0, batch, True, True, SLICES, AHEAD, EVEN, FOUR,
-    )  # fmt: skip
-    first, second = tl.reshape(first, [1, 8, 8]), tl.reshape(second, [1, 8, 8])
-    if CHUNKS > 1:
+    first, second = _halves(gemv(weights, x, stride, 0, K, batch, SLICES, AHEAD, EVEN, FOUR))
+    TOGETHER: tl.constexpr = ROWS // 16
+    if CHUNKS > TOGETHER:
         first = tl.broadcast_to(first, [CHUNKS_PAD, 8, 8])
         second = tl.broadcast_to(second, [CHUNKS_PAD, 8, 8])
         for chunk in range(1, CHUNKS):
-            rows1 += 8 * K
-            rows2 += 8 * K
-            tiles1 = load_tiles(rows1, 0, K, SLICES, AHEAD, EVEN)
-            tiles2 = load_tiles(rows2, 0, K, SLICES, AHEAD, EVEN)
-            first8, second8 = gemv(
-                tiles1, rows1, x, stride, K, tiles2, rows2, x, stride, K, 0, batch,
-                True, True, SLICES, AHEAD, EVEN, FOUR,
-            )  # fmt: skip
+            row += 8
+            weights = load_rows(arena + offset, row, row + HEAD_DIM, K, HALF, 0, K, ROWS, SLICES, AHEAD, EVEN)
+            first8, second8 = _halves(gemv(weights, x, stride, 0, K, batch, SLICES, AHEAD, EVEN, FOUR))
             here = (tl.arange(0, CHUNKS_PAD) == chunk)[:, None, None]
-            first = tl.where(here, tl.reshape(first8, [1, 8, 8]), first)
-            second = tl.where(here, tl.reshape(second8, [1, 8, 8]), second)
+            first = tl.where(here, first8, first)
+            second = tl.where(here, second8, second)
     if ANY_DENSE:
         if in_offset < 0:
             scale = tl.reshape(norm_scale(square_sums, hidden_size, eps), [1, 1, 8])
@@ -133,7 +125,7 @@ def _project_rope_kernel(
             inverse = tl.rsqrt(tl.sum(tl.sum(squared, axis=0), axis=0) / HEAD_DIM + eps)[None, None, :]
             first = first * inverse * tl.load(norm + pair, mask=exists, other=0.0)
             second = second * inverse * tl.load(norm + HALF + pair, mask=exists, other=0.0)
-        if CHUNKS > 1:
+        if QK_NORM:
             cos, sin = tl.load(angle, mask=exists, other=0.0), tl.load(angle + HALF, mask=exists, other=0.0)
         first, second = first * cos - second * sin, second * cos + first * sin
     store_mask = exists & (column < batch)[None, None, :]
@@ -149,3 +141,10 @@ def _project_rope_kernel(
         pointers = cache + place[None, None, :] + pair
         tl.store(pointers, first.to(cache.dtype.element_ty), mask=store_mask)
         tl.store(pointers + HALF, second.to(cache.dtype.element_ty), mask=store_mask)
+
+
+@triton.jit
+def _halves(sums):
+    """[ROWS, 8] -> both halves [ROWS / 16, 8, 8] of its pairs of rows."""
+    CHUNKS: tl.constexpr = sums.shape[0] // 16
+    return tl.split(tl.permute(tl.reshape(sums, [CHUNKS, 2, 8, 8]), [0, 2, 3, 1]))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv import gemv, load_squares, load_tiles, norm_scale, store_parts, tile_rows, wait_for_inputs
+from .gemv import gemv_pair, load_rows, load_squares, norm_scale, program_row, store_parts, wait_for_inputs
 from .segments import Segments
 from .tuning import GemvConfig
 
@@ -32,13 +32,18 @@ def project_silu_mul(
     """
     rows = segments.rows[0]
     batch, _, hidden_size = scaled.shape
-    _project_silu_mul_kernel[(triton.cdiv(rows, 8),)](
+    config = config.for_batch(batch, 2 * rows)
+    arguments = config.arguments(batch, *segments.widths[:2])
+    if batch <= 4 and config.ahead == 1:
+        # With so few tiles under way many programs make up for it: 14 of 2 warps an SM, 12 with the 80 it would take.
+        arguments["maxnreg"] = 72
+    _project_silu_mul_kernel[(triton.cdiv(rows, config.rows // 2),)](
         latents, latents.stride(0), scaled, squares, squares.shape[1], hidden_size, eps, arena, rows, batch,
         *segments.offsets[:2], *segments.widths[:2], *segments.in_offsets[:2], bias, out, out.stride(0),
         NUM_SQUARES=triton.next_power_of_2(squares.shape[1]), HAS_BIAS=bias is not None,
         DENSE0=segments.in_offsets[0] < 0, DENSE1=segments.in_offsets[1] < 0,
-        UNEQUAL=segments.widths[0] != segments.widths[1],
-        PDL=pdl, launch_pdl=pdl, **config.arguments(batch, *segments.widths[:2]),
+        ROWS=config.rows // 2, UNEQUAL=segments.widths[0] != segments.widths[1],
+        PDL=pdl, launch_pdl=pdl, **arguments,
     )  # fmt: skip
 
 
@@ -48,13 +53,12 @@ def _project_silu_mul_kernel(
     offset0: tl.int64, offset1: tl.int64, K0, K1, in0, in1, bias, out, out_stride,
     SLICES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr,
     NUM_SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, DENSE0: tl.constexpr, DENSE1: tl.constexpr,
-    UNEQUAL: tl.constexpr,
+    ROWS: tl.constexpr, UNEQUAL: tl.constexpr,
 ):  # fmt: skip
-    first_row = tl.program_id(0) * 8
-    gate_rows = tile_rows(arena + offset0, first_row, num_rows, K0, SLICES)
-    up_rows = tile_rows(arena + offset1, first_row, num_rows, K1, SLICES)
-    gate_tiles = load_tiles(gate_rows, 0, K0, SLICES, AHEAD, EVEN)
-    up_tiles = load_tiles(up_rows, 0, K1, SLICES, AHEAD, EVEN)
+    first_row = tl.program_id(0) * ROWS
+    apart: tl.constexpr = ROWS // 2
+    gate_rows = load_rows(arena + offset0, first_row, num_rows, K0, apart, 0, K0, ROWS, SLICES, AHEAD, EVEN)
+    up_rows = load_rows(arena + offset1, first_row, num_rows, K1, apart, 0, K1, ROWS, SLICES, AHEAD, EVEN)
     wait_for_inputs(PDL)
     if DENSE0 or DENSE1:
         square_sums = load_squares(squares, num_squares, batch, NUM_SQUARES)
@@ -66,8 +70,8 @@ def _project_silu_mul_kernel(
         x1, stride1 = scaled, 2 * hidden_size
     else:
         x1, stride1 = latents + in1, latents_stride
-    gate, up = gemv(
-        gate_tiles, gate_rows, x0, stride0, K0, up_tiles, up_rows, x1, stride1, K1, 0, batch,
+    gate, up = gemv_pair(
+        gate_rows, x0, stride0, K0, up_rows, x1, stride1, K1, 0, batch,
         True, DENSE0 and DENSE1, SLICES, AHEAD, EVEN, FOUR, UNEQUAL,
     )  # fmt: skip
     if DENSE0 or DENSE1:
@@ -76,7 +80,7 @@ def _project_silu_mul_kernel(
             gate *= scale
         if DENSE1:
             up *= scale
-    row, column = first_row + tl.arange(0, 8), tl.arange(0, 8)
+    row, column = first_row + program_row(tl.arange(0, ROWS), apart), tl.arange(0, 8)
     if HAS_BIAS:
         gate += tl.load(bias + row, mask=row < num_rows, other=0.0)[:, None]
         up += tl.load(bias + num_rows + row, mask=row < num_rows, other=0.0)[:, None]

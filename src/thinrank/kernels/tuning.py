@@ -15,10 +15,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+#: Rows of a program at most, and from how many programs on it is better to have fewer of them, with as many rows.
+MAX_ROWS = 32
+_MANY_PROGRAMS = 256
+
+
 class GemvConfig(NamedTuple):
     """num_warps: of a program; each takes every num_warps-th block of 64 columns. ahead: such blocks that a warp
-    loads before it needs them. rows: of a program at up to 4 batch rows, 8 or 16; 16 for all but `ROW_OPS`. splits:
-    programs that share a block of rows, each with a range of columns."""
+    loads before it needs them. rows: of a program at up to 4 batch rows, all its matrices together, 8 or 16; 16 for
+    all but `ROW_OPS`. splits: programs that share a block of rows, each with a range of columns."""
 
     num_warps: int
     ahead: int
@@ -38,15 +43,24 @@ class GemvConfig(NamedTuple):
         """Whether every matrix of a launch ends after whole rounds of every program."""
         return all(width % (self.step * self.splits) == 0 for width in widths)
 
-    def rows_for(self, batch: int) -> int:
-        """Rows of a program. Above 4 batch rows inputs are loaded twice as often, so each load serves 16: a step of
-        8 rows of LLaMA-7B takes 3.60 ms on an H200, not 3.79. It changes no sum."""
-        return 16 if batch > 4 else self.rows
+    def for_batch(self, batch: int, rows: int, max_rows: int = MAX_ROWS) -> GemvConfig:
+        """What runs at a batch, for a launch of `rows` rows in all.
+
+        Above 4 batch rows inputs are twice the bytes, as much as 16 rows of weights in a program of 16 rows. A step of
+        8 rows of LLaMA-7B takes 3.79 ms on an H200 with 8 rows a program, 3.60 with 16; with 32 where that leaves
+        programs for every SM q, k and v take 8 us a layer instead of 11. It changes no sum.
+        """
+        if batch <= 4:
+            return self
+        many = rows >= MAX_ROWS * _MANY_PROGRAMS
+        return self._replace(rows=min(MAX_ROWS if many else 16, max_rows))
 
     @property
     def max_registers(self) -> int:
         """A thread's. Without a limit the assembler takes 64 as its goal and loads tiles one after the other."""
-        return min(255 if self.ahead > 2 else 168, 65536 // (32 * self.num_warps))
+        return min(
+            255 if self.ahead > 2 or self.rows * self.ahead > 32 else 168, 65536 // (32 * self.num_warps)
+        )
 
     def arguments(self, batch: int, *widths: int) -> dict[str, int]:
         """What every GEMV's launch is given; widths: of its matrices."""

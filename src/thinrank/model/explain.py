@@ -133,6 +133,6 @@ def _attention(decoder: PackedDecoder, window: int | None, batch: int = 1) -> La
     if batch > 1:
         shape += f", {batch} rows"
     settings = (
-        f"{counted(chosen.num_warps, 'warp')}, {counted(chosen.num_splits, 'split')}, tiles of {chosen.tile}"
+        f"{counted(chosen.num_warps, 'warp')}, {counted(chosen.num_splits, 'split')}, units of {chosen.unit}"
     )
     return LaunchDescription("decode_attention", shape, settings, "rule")
