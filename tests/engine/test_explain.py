@@ -62,4 +62,7 @@ def test_on_a_gpu():
     explanation = explain(Engine(fast_decoder(model), EngineConfig(max_model_len=256, max_num_seqs=3)))
     assert (explanation.decoder, explanation.reason) == ("packed", "the device is cuda")
     assert explanation.graphs == (1, 2, 4)
+    assert explanation.prompt_graphs == (64, 128, 256)
+    sizes = "a decode step at batch 1, 2, 4; prompts of up to 64, 128, 256 tokens"
+    assert f"graphs     {sizes}" in explanation.lines()
     assert explanation.device == torch.cuda.get_device_name()

@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 
 from thinrank.bench.timing import count_launches
 from thinrank.config import EngineConfig, SamplingParams
+from thinrank.engine.chunks import Chunks
 from thinrank.engine.decode_graphs import DecodeGraphs
 from thinrank.engine.engine import Engine
 from thinrank.engine.graph import DecodeGraph
 from thinrank.engine.kv_cache import allocate_kv_cache, blocks_for
-from thinrank.engine.runner import build_batch
 from thinrank.engine.sampler import sample
 from thinrank.engine.scheduler import Scheduled
 from thinrank.engine.sequence import Sequence
@@ -96,7 +96,7 @@ class Rows:
         for row, sequence in enumerate(self.sequences):
             # in no order: a row's blocks lie a batch apart, the last one first
             sequence.block_table = list(range(row, self.idle, len(self.sequences)))[::-1]
-            batch = build_batch([Scheduled(sequence, len(sequence.token_ids) - 1)], DEVICE)
+            batch = Chunks.of([Scheduled(sequence, len(sequence.token_ids) - 1)]).batch(DEVICE)
             self.decoder.hidden(batch, self.cache)
             sequence.num_computed = len(sequence.token_ids) - 1
 
@@ -310,6 +310,26 @@ def test_launches_per_token(settings: dict[str, Any], graphs: int, count: int) -
         engine.step()
     launches = count_launches(lambda: [engine.step() for _ in range(6)], DEVICE)
     assert (launches.kernels, launches.graphs) == (0, 6 * graphs)
+
+
+@pytest.mark.parametrize("lengths", [(100,), (500,), (20, 30, 40)])
+def test_short_prompts_are_one_launch(lengths: tuple[int, ...]) -> None:
+    """And what brings them there and chooses the tokens, some twenty kernels: no launch a layer."""
+    plain, packed = models()
+    engine = Engine(packed, EngineConfig(max_num_seqs=4))
+    asked = [(prompt(length), SamplingParams(max_tokens=3, temperature=0)) for length in lengths]
+    ids = [engine.add(*request) for request in asked]
+    answers: dict[str, list[int]] = defaultdict(list)
+
+    def first() -> None:
+        for output in engine.step():
+            answers[output.request_id].append(output.token_id)
+
+    launches = count_launches(first, DEVICE)
+    assert launches.graphs == 1 and launches.kernels < 40
+    for request_id, rest in drain(engine).items():
+        answers[request_id] += rest
+    assert [answers[request_id] for request_id in ids] == [run(plain, request)[0] for request in asked]
 
 
 class CountedLoads:

@@ -28,6 +28,7 @@ from .stats import EngineStats
 if TYPE_CHECKING:
     from ..model.packed_decoder import PackedDecoder
     from .decode_graphs import DecodeGraphs
+    from .prompt_graphs import PromptGraphs
 
 
 class Engine:
@@ -52,12 +53,12 @@ class Engine:
         self.pool = BlockPool(num_blocks)
         # One block more than the pool hands out: rows that pad a decode batch write there.
         self.kv_cache = allocate_kv_cache(decoder.config, num_blocks + 1, decoder.dtype, decoder.device)
-        self.graphs = self._capture(config, num_blocks)
+        self.graphs, self.prompt_graphs = self._capture(config, num_blocks)
         self.prefix_cache = PrefixCache(self.pool) if config.enable_prefix_caching else None
         self.scheduler = Scheduler(self.pool, self.prefix_cache, config)
         # Without graphs, only a row alone is sure to be summed in the same order every time.
         rows = 1 if config.batch_invariant else config.max_num_seqs
-        self.runner = Runner(decoder, self.kv_cache, self.graphs, rows)
+        self.runner = Runner(decoder, self.kv_cache, self.graphs, rows, self.prompt_graphs)
         self._request_numbers = count()
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -154,19 +155,26 @@ class Engine:
             )
         return max_tokens
 
-    def _capture(self, config: EngineConfig, idle_block: int) -> DecodeGraphs | None:
-        """Graphs of the decode step, for a decoder that has one (on a GPU)."""
+    def _capture(
+        self, config: EngineConfig, idle_block: int
+    ) -> tuple[DecodeGraphs | None, PromptGraphs | None]:
+        """Graphs of the decode step and of short prompts, for a decoder that has them (on a GPU)."""
         if self.decoder.device.type != "cuda":
-            return None
+            return None, None
         from ..model.packed_decoder import PackedDecoder
         from .decode_graphs import DecodeGraphs
+        from .prompt_graphs import PromptGraphs
 
         if not isinstance(self.decoder, PackedDecoder):
-            return None
+            return None, None
         max_blocks = blocks_for(self.max_model_len)
-        return DecodeGraphs.capture(
+        decode = DecodeGraphs.capture(
             self.decoder, self.kv_cache, config.max_num_seqs, config.batch_invariant, max_blocks, idle_block
         )
+        prompts = PromptGraphs.capture(
+            self.decoder, self.kv_cache, self.max_model_len, max_blocks, idle_block
+        )
+        return decode, prompts
 
     def _append(self, sampled: Sampled) -> TokenOutput:
         """Give a sequence its token; a finished one leaves."""

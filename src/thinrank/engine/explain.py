@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Explanation:
     """decoder: "packed" or "reference"; reason: why that one. kv_blocks: of `BLOCK_SIZE` tokens. graphs: batch sizes
-    whose decode step is captured. pdl: whether kernels start before the one before them has ended. prefill: how
-    prompts attend. table: the file of launch settings, or "none". groups: the launches of a decode step; none for
-    the reference decoder, which runs PyTorch's operations one by one."""
+    whose decode step is captured. prompt_graphs: up to how many new tokens prompts are. pdl: whether kernels start
+    before the one before them has ended. prefill: how prompts attend. table: the file of launch settings, or "none".
+    groups: the launches of a decode step; none for the reference decoder, which runs PyTorch's operations one by one.
+    """
 
     decoder: str
     reason: str
@@ -32,6 +33,7 @@ class Explanation:
     kv_blocks: int
     max_model_len: int
     graphs: tuple[int, ...]
+    prompt_graphs: tuple[int, ...]
     pdl: bool
     prefill: str
     table: str
@@ -39,12 +41,15 @@ class Explanation:
 
     def lines(self) -> list[str]:
         """For a person."""
-        sizes = ", ".join(map(str, self.graphs))
+        graphs = "none"
+        if self.graphs:
+            graphs = f"a decode step at batch {', '.join(map(str, self.graphs))}; prompts of up to "
+            graphs += f"{', '.join(map(str, self.prompt_graphs))} tokens"
         lines = [
             f"decoder    {self.decoder}: {self.reason}",
             f"device     {self.device}, {self.dtype}",
             f"KV cache   {self.kv_blocks} blocks of {BLOCK_SIZE} tokens; up to {self.max_model_len} tokens a sequence",
-            f"graphs     {f'a decode step at batch {sizes}' if sizes else 'none'}",
+            f"graphs     {graphs}",
             f"prefill    {self.prefill}",
         ]
         if self.groups:
@@ -79,6 +84,8 @@ def explain(engine: Engine) -> Explanation:
 
         reason = f"the device is {decoder.device.type}"
         prefill, groups = describe_prefill(decoder), describe_step(decoder)
+        if engine.prompt_graphs is not None:
+            prefill = f"in graphs by prefill_attention; beyond them {prefill}"
         pdl, table = decoder.pdl, decoder.launch_settings.source
     return Explanation(
         decoder="reference" if isinstance(decoder, Decoder) else "packed",
@@ -88,6 +95,7 @@ def explain(engine: Engine) -> Explanation:
         kv_blocks=engine.pool.num_blocks,
         max_model_len=engine.max_model_len,
         graphs=() if engine.graphs is None else engine.graphs.batch_sizes,
+        prompt_graphs=() if engine.prompt_graphs is None else engine.prompt_graphs.tokens,
         pdl=pdl,
         prefill=prefill,
         table=table,

@@ -1,8 +1,8 @@
 """CUDA graphs of the decode step of one batch size, captured once, replayed at every length.
 
-The only file that knows CUDA graphs. The step advances its own state in device memory and chooses its tokens itself,
-so a replay needs nothing from the host, and whatever the host changes between two steps is queued on the device
-without waiting for it. `DecodeGraphs` decides what stands in which row.
+This file and `prompt_graphs` are the only ones that know CUDA graphs. The step advances its own state in device memory
+and chooses its tokens itself, so a replay needs nothing from the host, and whatever the host changes between two steps
+is queued on the device without waiting for it. `DecodeGraphs` decides what stands in which row.
 """
 
 from __future__ import annotations

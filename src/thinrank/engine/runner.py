@@ -1,7 +1,7 @@
 """Runs the model over what a step has scheduled, and chooses the tokens.
 
-On a GPU decode goes through the captured graphs, elsewhere it is a forward pass like any other. Knows nothing about
-queues or blocks that are free.
+On a GPU decode and short prompts go through the captured graphs, elsewhere they are forward passes like any other.
+Knows nothing about queues or blocks that are free.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import BLOCK_SIZE
 from ..device import upload
-from ..model.batch import ForwardBatch, KVLayer, PagedContext
+from ..model.batch import KVLayer
 from ..model.decoder import Decoder
-from .kv_cache import blocks_for
+from .chunks import Chunks
 from .logprobs import TokenLogprob, logprobs_of_prompt
 from .sampler import chosen_on_device, sample
 from .scheduler import Scheduled
@@ -27,6 +26,7 @@ from .sequence import Sequence
 if TYPE_CHECKING:
     from ..model.packed_decoder import PackedDecoder
     from .decode_graphs import DecodeGraphs
+    from .prompt_graphs import PromptGraphs
 
 
 class Sampled(NamedTuple):
@@ -38,7 +38,7 @@ class Sampled(NamedTuple):
 
 
 class Runner:
-    """graphs: None where there are none. max_rows: sequences that decode in one pass, at most."""
+    """graphs, prompt_graphs: None where there are none. max_rows: sequences that decode in one pass, at most."""
 
     def __init__(
         self,
@@ -46,8 +46,10 @@ class Runner:
         kv_cache: Rows[KVLayer],
         graphs: DecodeGraphs | None,
         max_rows: int,
+        prompt_graphs: PromptGraphs | None = None,
     ):
         self.decoder, self.kv_cache, self.graphs, self.max_rows = decoder, kv_cache, graphs, max_rows
+        self.prompt_graphs = prompt_graphs
 
     def decode(self, sequences: list[Sequence]) -> list[Sampled]:
         """The next token of the sequences, each of which has one pending token and a block for it.
@@ -58,7 +60,7 @@ class Runner:
             return self._decode_with_graphs(sequences, self.graphs)
         sampled = []
         for group in _groups(sequences, self.max_rows):
-            batch = build_batch([Scheduled(sequence, 1) for sequence in group], self.decoder.device)
+            batch = Chunks.of([Scheduled(sequence, 1) for sequence in group]).batch(self.decoder.device)
             sampled += _sample(self.decoder(batch, self.kv_cache), group)
         return sampled
 
@@ -66,17 +68,24 @@ class Runner:
         """Process chunks; the next token of those sequences that have no pending token left then."""
         if not scheduled:
             return []
-        device = self.decoder.device
-        hidden = self.decoder.hidden(build_batch(scheduled, device), self.kv_cache)
-        ends = list(accumulate(item.num_tokens for item in scheduled))
+        chunks = Chunks.of(scheduled)
+        ends = list(accumulate(chunks.lens))
+        last = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
+        hidden, logits = self._forward(chunks, last)
         for item, end in zip(scheduled, ends, strict=True):
             if item.sequence.lacks_prompt_logprobs:
                 self._score_prompt(item, hidden[end - item.num_tokens : end])
-        rows = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
-        if not rows:
-            return []
-        logits = self.decoder.head(hidden[upload(rows, torch.int64, device)])
-        return _sample(logits, [item.sequence for item in scheduled if item.samples])
+        return _sample(logits, [item.sequence for item in scheduled if item.samples]) if last else []
+
+    def _forward(self, chunks: Chunks, last: list[int]) -> tuple[Tensor, Tensor]:
+        """The residual stream of all rows and the logits of the `last` ones, through a graph if one has room."""
+        graph = None if self.prompt_graphs is None else self.prompt_graphs.holding(chunks)
+        if graph is not None:
+            return graph.run(chunks, last)
+        device = self.decoder.device
+        hidden = self.decoder.hidden(chunks.batch(device), self.kv_cache)
+        rows = hidden[upload(last, torch.int64, device)]
+        return hidden, self.decoder.head(rows) if last else rows
 
     def _score_prompt(self, item: Scheduled, hidden: Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow those of a chunk. hidden: [num_tokens, hidden_size]."""
@@ -104,24 +113,6 @@ class Runner:
             for group, following in zip(groups, [*groups[1:], ahead], strict=True)
             for sequence, token_id in zip(group, graphs.step(group, following), strict=True)
         ]
-
-
-def build_batch(scheduled: list[Scheduled], device: torch.device) -> ForwardBatch:
-    """The pending tokens of each sequence, with the cache blocks that they attend to. Does not wait for the device."""
-    ends = [item.sequence.num_computed + item.num_tokens for item in scheduled]
-    width = blocks_for(max(ends))
-    tables = [(item.sequence.block_table + [0] * width)[:width] for item in scheduled]
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    for (sequence, num_tokens), end, table in zip(scheduled, ends, tables, strict=True):
-        span = range(end - num_tokens, end)
-        token_ids += sequence.token_ids[span.start : span.stop]
-        positions += span
-        slots += [table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for position in span]
-    tokens = upload([token_ids, positions, slots], torch.int64, device)
-    paged = PagedContext(tuple(ends), upload(tables, torch.int64, device), tokens[2])
-    return ForwardBatch(tokens[0], tokens[1], tuple(item.num_tokens for item in scheduled), paged)
 
 
 def _next_rows(sequences: list[Sequence], stepping: list[Sequence]) -> list[Sequence]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingParams
+from ..engine.chunks import Chunks
 from ..engine.engine import Engine
 from ..engine.kv_cache import blocks_for
-from ..engine.runner import build_batch
 from ..engine.scheduler import Scheduled
 from ..engine.sequence import Sequence
 from ..model.batch import ForwardBatch
@@ -50,7 +50,9 @@ def decode_logits(
         graphs = engine.graphs
         for token_ids in zip(*continuations, strict=True):
             if graphs is None:
-                batch = build_batch([Scheduled(sequence, 1) for sequence in sequences], engine.decoder.device)
+                batch = Chunks.of([Scheduled(sequence, 1) for sequence in sequences]).batch(
+                    engine.decoder.device
+                )
                 yield engine.decoder(batch, engine.kv_cache)
             else:
                 yield graphs.forward(sequences)
@@ -85,6 +87,6 @@ def _admitted(engine: Engine, prompts: list[list[int]], output_len: int) -> Iter
 def _pass(engine: Engine, sequence: Sequence, chunk: int | None = None) -> ForwardBatch:
     """The next chunk of a sequence's pending tokens, which count as computed from here on."""
     num_tokens = min(chunk or sequence.num_pending, sequence.num_pending)
-    batch = build_batch([Scheduled(sequence, num_tokens)], engine.decoder.device)
+    batch = Chunks.of([Scheduled(sequence, num_tokens)]).batch(engine.decoder.device)
     sequence.num_computed += num_tokens
     return batch

@@ -1,7 +1,7 @@
 """The packed decoder's layers over many rows: GEMMs with one fused kernel between two of them.
 
 Prefill has a row for each token of its prompts, a wide decode step one for each sequence; what differs is where rows
-stand and how they attend. Knows nothing about requests.
+stand and how they attend (`prefill`, `prompt_step`, `wide_step`). Knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -99,3 +99,11 @@ def run_layers(
         silu_mul(gate, up, layer.gate_up.bias, out=gate)
         projection, bias = layer.down(gate)[0], layer.down.bias
     return projection, bias
+
+
+def add_last(hidden: Tensor, projection: Tensor | None, bias: Tensor | None) -> None:
+    """Give the residual stream what `run_layers` says that it lacks."""
+    if projection is not None:
+        hidden += projection
+    if bias is not None:
+        hidden += bias

@@ -32,11 +32,12 @@ from ..kernels.settings_file import settings_for
 from ..kernels.tuning import MAX_SPLITS, GemvConfig, Launch, LaunchSettings
 from ..kernels.workspace import SplitWorkspace
 from .batch import ForwardBatch, KVLayer
-from .gemm_layers import GemmLayer, run_layers
+from .gemm_layers import GemmLayer, add_last, run_layers
 from .gemms import multiply_into
 from .layers import TensorSource
 from .packing import ALIGNMENT, ArenaBuilder, Matrix, PackedLayer, PackedProjections, padded
 from .prefill import prefill
+from .prompt_step import PromptState
 from .rope import RotaryEmbedding
 from .wide_step import SequenceRows
 
@@ -391,6 +392,25 @@ class PackedDecoder:
         for matrix in self.lm_head.inputs:
             normed = torch.mm(normed, matrix.view(self.arena, padded(matrix.rows)).t())
         multiply_into(logits, normed, self.lm_head.outputs[0].view(self.arena).t())
+
+    def prompt_state(self, tokens: int, sequences: int, max_blocks: int, idle_block: int) -> PromptState:
+        """For up to so many new tokens of so many sequences of up to `max_blocks` blocks."""
+        config = self.config
+        return PromptState.allocate(
+            tokens, sequences, max_blocks, idle_block, config.num_attention_heads * config.head_dim,
+            config.hidden_size, config.vocab_size, self.dtype, self.device,
+        )  # fmt: skip
+
+    def prompt_step(self, state: PromptState, kv_cache: Sequence[KVLayer]) -> None:
+        """Prefill of what the state holds; the residual stream and logits stay there. Reads and writes device memory
+        only and launches the same kernels every time; a graph can hold what it allocates."""
+        hidden = F.embedding(state.token_ids, self.embed_tokens).float()
+        projection, bias = run_layers(
+            self.config, self._gemm_layers, self.rotation, hidden, state, kv_cache, self.dtype
+        )
+        add_last(hidden, projection, bias)
+        state.hidden.copy_(hidden)
+        self._logits(hidden[state.last], None, None, state.logits)
 
     @cached_property
     def _gemm_layers(self) -> tuple[GemmLayer, ...]:

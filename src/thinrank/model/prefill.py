@@ -1,7 +1,7 @@
 """Prefill: the layers over many tokens of several sequences, and the attention of these.
 
-A low-rank layer of LLaMA's shape is eight to eleven GEMMs, four kernels and attention; a short prompt takes as long as
-the host needs to launch them. Knows nothing about decoding or requests.
+A low-rank layer of LLaMA's shape is eight to eleven GEMMs, four kernels and attention; short prompts would take as long
+as the host needs to launch them, so those go through `prompt_step`. Knows nothing about decoding or requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..device import upload
 from ..kernels import reference as ops
 from ..kernels.prefill_attention import prefill_attention
 from .batch import ForwardBatch, KVLayer
-from .gemm_layers import GemmLayer, run_layers
+from .gemm_layers import GemmLayer, add_last, run_layers
 
 #: All but cuDNN's, which plans anew for every length of a prompt.
 _SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -42,10 +42,7 @@ def prefill(
     with sdpa_kernel(_SDPA_BACKENDS):  # around all layers: entering it takes the host 20 us
         rows = _PromptRows(batch, config)
         projection, bias = run_layers(config, layers, rotation, hidden, rows, kv_cache, dtype)
-    if projection is not None:
-        hidden += projection
-    if bias is not None:
-        hidden += bias
+    add_last(hidden, projection, bias)
 
 
 class _PromptRows:

@@ -1,0 +1,133 @@
+"""Short prompts through a step on fixed tensors: what prefill computes. On a GPU captured, elsewhere just run."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from thinrank.config import BLOCK_SIZE, SamplingParams
+from thinrank.engine.chunks import Chunks
+from thinrank.engine.kv_cache import allocate_kv_cache, blocks_for
+from thinrank.engine.prompt_graphs import PROMPT_SEQUENCES, PromptGraph, PromptGraphs
+from thinrank.engine.scheduler import Scheduled
+from thinrank.engine.sequence import Sequence
+from thinrank.model.decoder import Decoder
+from thinrank.model.packed_decoder import PackedDecoder
+from thinrank.model.registry import parse_config
+from tiny_models import low_rank, random_tensors, tiny_config
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCKS, MAX_BLOCKS, VOCAB = 12, 4, 101
+
+
+class EagerPromptGraph(PromptGraph):
+    """Without CUDA: a replay is a step."""
+
+    def __init__(self, decoder: Any, kv_cache: Any, state: Any, idle_block: int):
+        self.state, self._idle_slot = state, idle_block * BLOCK_SIZE
+        self._graph: Any = self
+        self.replay = lambda: decoder.prompt_step(state, kv_cache)
+
+
+def decoders(**changes: Any) -> tuple[Decoder, PackedDecoder]:
+    """The same random float32 weights in both; every third module is dense."""
+    raw = tiny_config(
+        hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_hidden_layers=2, vocab_size=VOCAB, **changes,
+    )  # fmt: skip
+    modules = [name for i, name in enumerate(parse_config(raw).linears()) if name != "lm_head" and i % 3 != 1]
+    tensors, factors = low_rank(random_tensors(raw), {m: 1 + (7 * i) % 61 for i, m in enumerate(modules)})
+    for module, (factor_in, factor_out) in factors.items():
+        tensors |= {f"{module}.factor_in.weight": factor_in, f"{module}.factor_out.weight": factor_out}
+    config = parse_config(raw, ranks={module: len(factor_in) for module, (factor_in, _) in factors.items()})
+    on_device = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    return (
+        Decoder.build(config, on_device.__getitem__),
+        PackedDecoder.build(config, on_device.__getitem__, torch.float32, DEVICE, 256),
+    )
+
+
+def cache_of(decoder: Any) -> list[Any]:
+    """Poisoned: nobody may read what was not written."""
+    cache = allocate_kv_cache(decoder.config, BLOCKS + 1, torch.float32, DEVICE)
+    for layer in cache:
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
+    return cache
+
+
+def graph_of(decoder: PackedDecoder, cache: Any, tokens: int) -> PromptGraph:
+    state = decoder.prompt_state(tokens, PROMPT_SEQUENCES, MAX_BLOCKS, BLOCKS)
+    if DEVICE.type == "cuda":
+        return PromptGraph(decoder, cache, state, BLOCKS, None)
+    return EagerPromptGraph(decoder, cache, state, BLOCKS)
+
+
+def sequence(length: int, seed: int, blocks: list[int]) -> Sequence:
+    """Its blocks in the given order, which is none."""
+    ids = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    made = Sequence("r", 0, ids, SamplingParams(max_tokens=8), frozenset(), 8, 0)
+    made.block_table = blocks[: blocks_for(length)]
+    return made
+
+
+def advance(scheduled: list[Scheduled]) -> None:
+    for each, num_tokens in scheduled:
+        each.num_computed += num_tokens
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"model_type": "mistral", "sliding_window": 20}], ids=["full", "window"]
+)
+@torch.inference_mode()
+def test_what_prefill_computes(changes: dict[str, Any]) -> None:
+    """Chunks with and without history, of one sequence and of three, and fewer tokens after more. To 1e-4: float32 sums
+    in another order."""
+    plain, packed = decoders(**changes)
+    expected_cache, cache = cache_of(plain), cache_of(packed)
+    graph = graph_of(packed, cache, 64)
+    first, second, third = sequence(90, 1, [7, 2]), sequence(5, 2, [4]), sequence(66, 3, [1, 9])
+    steps = [
+        [Scheduled(first, 60)],
+        [Scheduled(first, 20), Scheduled(second, 5), Scheduled(third, 39)],
+        [Scheduled(third, 27)],
+        [Scheduled(first, 1)],
+    ]
+    for scheduled in steps:
+        chunks = Chunks.of(scheduled)
+        ends = torch.tensor(chunks.lens).cumsum(0) - 1
+        hidden, logits = graph.run(chunks, ends.tolist())
+        expected = plain.hidden(chunks.batch(DEVICE), expected_cache)
+        torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, plain.head(expected[ends]), atol=1e-4, rtol=1e-4)
+        advance(scheduled)
+    for mine, theirs in zip(cache, expected_cache, strict=True):
+        for block in range(BLOCKS):  # what no sequence wrote is as it was
+            keys = torch.stack([mine.keys[block], theirs.keys[block]])
+            torch.testing.assert_close(keys[0], keys[1], atol=1e-4, rtol=1e-4, equal_nan=True)
+    finite(graph.state.hidden)
+
+
+def finite(tensor: Tensor) -> None:
+    """Rows of no sequence as well: what they leave in the idle block must not become undefined."""
+    assert tensor.isfinite().all()
+
+
+@torch.inference_mode()
+def test_the_smallest_graph_that_has_room() -> None:
+    _, packed = decoders()
+    cache = cache_of(packed)
+    graphs = PromptGraphs([graph_of(packed, cache, tokens) for tokens in (128, 64)])
+    assert graphs.tokens == (64, 128)
+
+    def holding(*lens: int) -> int | None:
+        scheduled = [Scheduled(sequence(length, 0, [1, 2, 3, 5]), length) for length in lens]
+        graph = graphs.holding(Chunks.of(scheduled))
+        return None if graph is None else graph.tokens
+
+    assert [holding(1), holding(64), holding(65), holding(40, 24), holding(40, 25)] == [64, 64, 128, 64, 128]
+    assert holding(129) is None and holding(64, 65) is None
+    assert holding(*[1] * PROMPT_SEQUENCES) == 64 and holding(*[1] * (PROMPT_SEQUENCES + 1)) is None
