@@ -71,14 +71,15 @@ class Runner:
         chunks = Chunks.of(scheduled)
         ends = list(accumulate(chunks.lens))
         last = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
-        hidden, logits = self._forward(chunks, last)
+        hidden, logits = self.forward(chunks, last)
         for item, end in zip(scheduled, ends, strict=True):
             if item.sequence.lacks_prompt_logprobs:
                 self._score_prompt(item, hidden[end - item.num_tokens : end])
         return _sample(logits, [item.sequence for item in scheduled if item.samples]) if last else []
 
-    def _forward(self, chunks: Chunks, last: list[int]) -> tuple[Tensor, Tensor]:
-        """The residual stream of all rows and the logits of the `last` ones, through a graph if one has room."""
+    def forward(self, chunks: Chunks, last: list[int]) -> tuple[Tensor, Tensor]:
+        """The residual stream of all rows after the last layer, float32 [tokens, hidden_size], and the logits of the
+        `last` ones, float32 [len(last), vocab_size]; through a graph if one has room, then both until the next pass."""
         graph = None if self.prompt_graphs is None else self.prompt_graphs.holding(chunks)
         if graph is not None:
             return graph.run(chunks, last)

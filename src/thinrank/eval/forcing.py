@@ -17,7 +17,6 @@ from ..engine.engine import Engine
 from ..engine.kv_cache import blocks_for
 from ..engine.scheduler import Scheduled
 from ..engine.sequence import Sequence
-from ..model.batch import ForwardBatch
 
 
 @torch.inference_mode()
@@ -28,7 +27,7 @@ def prefill_logits(engine: Engine, token_ids: list[int], chunk: int | None = Non
     """
     with _admitted(engine, [token_ids], 0) as [sequence]:
         while sequence.num_pending:
-            yield engine.decoder(_pass(engine, sequence, chunk), engine.kv_cache)
+            yield engine.decoder.head(_pass(engine, sequence, chunk))
 
 
 @torch.inference_mode()
@@ -45,7 +44,7 @@ def decode_logits(
         for sequence in sequences:
             last = sequence.token_ids.pop()
             if sequence.num_pending:
-                engine.decoder.hidden(_pass(engine, sequence), engine.kv_cache)
+                _pass(engine, sequence)
             sequence.token_ids.append(last)
         graphs = engine.graphs
         for token_ids in zip(*continuations, strict=True):
@@ -84,9 +83,9 @@ def _admitted(engine: Engine, prompts: list[list[int]], output_len: int) -> Iter
             engine.pool.free(sequence.block_table)
 
 
-def _pass(engine: Engine, sequence: Sequence, chunk: int | None = None) -> ForwardBatch:
-    """The next chunk of a sequence's pending tokens, which count as computed from here on."""
+def _pass(engine: Engine, sequence: Sequence, chunk: int | None = None) -> Tensor:
+    """The residual stream of the next chunk of a sequence's pending tokens, which are computed then."""
     num_tokens = min(chunk or sequence.num_pending, sequence.num_pending)
-    batch = Chunks.of([Scheduled(sequence, num_tokens)]).batch(engine.decoder.device)
+    hidden, _ = engine.runner.forward(Chunks.of([Scheduled(sequence, num_tokens)]), [])
     sequence.num_computed += num_tokens
-    return batch
+    return hidden

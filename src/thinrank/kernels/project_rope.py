@@ -125,7 +125,6 @@ def _project_rope_kernel(
             inverse = tl.rsqrt(tl.sum(tl.sum(squared, axis=0), axis=0) / HEAD_DIM + eps)[None, None, :]
             first = first * inverse * tl.load(norm + pair, mask=exists, other=0.0)
             second = second * inverse * tl.load(norm + HALF + pair, mask=exists, other=0.0)
-        if QK_NORM:
             cos, sin = tl.load(angle, mask=exists, other=0.0), tl.load(angle + HALF, mask=exists, other=0.0)
         first, second = first * cos - second * sin, second * cos + first * sin
     store_mask = exists & (column < batch)[None, None, :]
