@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinrank.errors import OptionError
-from thinrank.text_files import json_strings, lines_of, read_text_file
+from thinrank.text_files import json_strings, lines_of, read_json_file, read_text_file
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -31,7 +31,22 @@ def test_files_of_windows(tmp_path):
     assert json_strings(text, "text", "x.jsonl") == ["a", "b"]
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", "3", "null", '{"prompt": "x"}', '{"text": 3}', '"text"'])
+#: Deeper than Python's parser goes.
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize("content", ["{", "", NESTED])
+def test_a_file_that_is_no_json(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(OptionError, match=r"the ranks .*x\.json is no JSON.*: name another"):
+        read_json_file(tmp_path / "x.json", "the ranks", "name another")
+    with pytest.raises(OptionError, match=r"cannot read the ranks .*/no: .*: name another"):
+        read_json_file(tmp_path / "no", "the ranks", "name another")
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", "3", "null", '{"prompt": "x"}', '{"text": 3}', '"text"', NESTED]
+)
 def test_a_line_without_the_text_is_named(line):
     with pytest.raises(OptionError, match=r'line 2 of x.jsonl.*write {"text": "..."} a line'):
         json_strings(f'{{"text": "a"}}\n{line}', "text", "x.jsonl")

@@ -1,9 +1,10 @@
-"""Text that a person names: UTF-8 files, and files of one JSON object a line."""
+"""Files that a person names: UTF-8 text, JSON, and one JSON object a line."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from .errors import OptionError
 
@@ -17,6 +18,22 @@ def read_text_file(path: str | Path, what: str, hint: str) -> str:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"cannot read {what} {path}: {error}", hint) from error
+
+
+def read_json_file(path: str | Path, what: str, hint: str) -> Any:
+    """What a UTF-8 file of JSON holds. what, hint: as in `read_text_file`.
+
+    Raises OptionError, with this hint, when it cannot be read or is no JSON.
+    """
+    text = read_text_file(path, what, hint)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise OptionError(f"{what} {path} is no JSON: {error}", hint) from error
+    except RecursionError as error:
+        raise OptionError(
+            f"{what} {path} is no JSON that can be read: it is nested too deeply", hint
+        ) from error
 
 
 def lines_of(text: str) -> list[str]:
@@ -33,7 +50,7 @@ def json_strings(text: str, key: str, path: str | Path) -> list[str]:
             continue
         try:
             value = json.loads(line)[key]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise OptionError(
                 f'line {number} of {path} is no JSON object with a "{key}"',
                 f'write {{"{key}": "..."}} a line',

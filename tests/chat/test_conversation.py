@@ -118,7 +118,6 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "no json",
         "[]",
         "{}",
         '{"messages": 3}',
@@ -136,8 +135,11 @@ def test_files_that_are_no_conversation(tmp_path: Path, text: str) -> None:
     with pytest.raises(OptionError, match="is no conversation"):
         talk.load(file)
     assert len(talk.turns) == 1
-    with pytest.raises(OptionError, match="cannot read"):
-        talk.load(tmp_path / "nothing")
+    file.write_text("no json")
+    for path, expected in ((tmp_path / "nothing", "cannot read"), (file, "is no JSON")):
+        with pytest.raises(OptionError, match=expected):
+            talk.load(path)
+    assert len(talk.turns) == 1
 
 
 def test_a_real_model_talks_beyond_its_context(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_set() -> None:
         ("/set n 3", "unknown setting 'n': known: frequency_penalty"),
         ("/bye", "unknown command '/bye': known: /exit, /help"),
         ("/save", "there is no file name"),
-        ("/load no/such/file", "cannot read no/such/file"),
+        ("/load no/such/file", "cannot read the conversation no/such/file"),
         ("/retry", "there is no turn yet"),
         ("word " * 1000, "the message has 1001 tokens"),
     ],

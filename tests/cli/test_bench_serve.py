@@ -103,7 +103,7 @@ def test_doubtful_numbers(asked: dict[str, Any], capsys: pytest.CaptureFixture[s
         ("--metric-percentiles 50,x", "--metric-percentiles is '50,x': give numbers"),
         ("--percentile-metrics latency", "unknown metric 'latency': known: e2el, itl, tpot, ttft"),
         ("--goodput ttft=3", "unknown goodput metric 'ttft=3'"),
-        ("--api-key-file no/such", "cannot read no/such"),
+        ("--api-key-file no/such", "cannot read the API key no/such"),
         ("--request-rate fast", "--request-rate"),
     ],
 )

@@ -142,6 +142,11 @@ def test_too_few_calibration_tokens_are_warned_about(tmp_path, text_file):
         ({"keep_ratio": 0.5, "perplexity_text": "x"}, "set max_perplexity_increase too"),
         ({"ranks": "x.json", "rank_multiple": 8}, "fixes the ranks"),
         ({"ranks": "x.json", "allocate": "loss"}, "fixes the ranks"),
+        (
+            {"keep_ratio": 0.5, "method": "adasvd", "min_ratio": 0.5, "allocate": "loss"},
+            "min_ratio is for adasvd's own ranks, and allocate loss replaces them",
+        ),
+        ({"ranks": "x.json", "method": "dobi-svd", "steps": 3}, "steps is for dobi-svd's own ranks"),
         ({"keep_ratio": 0.5, "calibration_samples": 0}, "at least 1"),
     ],
 )

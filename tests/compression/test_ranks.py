@@ -97,7 +97,7 @@ def test_ranks_by_hand(tmp_path, calibrated):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "cannot read the ranks"),
+        ("{", "the ranks .* is no JSON"),
         ("[1]", "holds no JSON object"),
         ('{"*.nothing": 3}', r"no module matches '\*.nothing'"),
         ('{"*": 0}', "the rank 0: it must be an integer from 1 to 48"),

@@ -114,7 +114,7 @@ class Endpoint:
                     await self._follow(outcome, response.aiter_lines())
         except httpx.HTTPError as error:
             outcome.error = _reason(error)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             outcome.error = f"an event is not OpenAI's: {type(error).__name__}: {error}"
         return outcome
 

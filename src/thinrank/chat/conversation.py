@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ..config import BLOCK_SIZE, SamplingParams
 from ..errors import OptionError, OutputError, RequestError
 from ..llm import LLM
+from ..text_files import read_json_file
 
 #: Share of the context that an answer may count on: older turns make room for it, unless max_tokens is less.
 ANSWER_SHARE = 0.25
@@ -119,11 +120,9 @@ class Conversation:
 
     def load(self, path: str | Path) -> None:
         """Take system message and turns from a file that `save` wrote. Raises OptionError for any other."""
+        content = read_json_file(path, "the conversation", "name a file that /save wrote")
         try:
-            messages = json.loads(Path(path).read_text(encoding="utf-8"))["messages"]
-            system, turns = _parse(messages)
-        except OSError as error:
-            raise OptionError(f"cannot read {path}: {error.strerror}", "check the name") from error
+            system, turns = _parse(content["messages"])
         except (ValueError, TypeError, KeyError) as error:
             raise OptionError(
                 f"{path} is no conversation",

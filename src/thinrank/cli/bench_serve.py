@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import OptionError
+from ..text_files import read_text_file
 from . import output
 from .options import Json
 
@@ -132,10 +132,7 @@ def _percentiles(text: str) -> list[float]:
 
 
 def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"cannot read {path}: {error}", "check --api-key-file") from error
+    return read_text_file(path, "the API key", "check --api-key-file").partition("\n")[0].strip()
 
 
 def _lines(result: ServingResult) -> list[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import OptionError
+from ..text_files import read_text_file
 from . import output
 from .generate import check_text
 from .options import ENGINE, EngineOptions, Model, SamplingOptions, with_option_groups
@@ -69,7 +68,4 @@ def _next_line(prompt: str) -> str:
 
 
 def read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"cannot read {path}: {error}", "check --chat-template") from error
+    return read_text_file(path, "the chat template", "check --chat-template")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ import typer
 from ..config import EngineConfig
 from ..errors import OptionError
 from ..server.config import ServerConfig
+from ..text_files import read_text_file
 from . import output
 from .chat import read_template
 from .options import EngineOptions, Model, parse_size, with_option_groups
@@ -119,10 +119,7 @@ def serve(
 
 
 def _read_keys(path: str) -> list[str]:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"cannot read {path}: {error}", "check --api-key-file") from error
+    lines = read_text_file(path, "the API keys", "check --api-key-file").splitlines()
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise OptionError(f"{path} has no key", "write one a line, or leave --api-key-file out")

@@ -45,6 +45,8 @@ from .update import refit
 __all__ = ["ALLOCATIONS", "CompressionReport", "compress"]
 
 #: Allocations that every method can have instead of its own.
+#: Options of methods that say how their own ranks are found.
+_OWN_RANKS = ("min_ratio", "steps")
 ALLOCATIONS: dict[str, Allocation] = {"uniform": uniform, "loss": by_loss}
 
 #: How far a rank_multiple may take the kept ratio from what was asked for without a warning.
@@ -127,6 +129,12 @@ def compress(
         raise OptionError(f"rank_multiple is {rank_multiple}", f"it must be one of {known}")
     if ranks is not None and (allocate is not None or rank_multiple != 1):
         raise OptionError(f"{ranks} fixes the ranks", "leave out allocate and rank_multiple")
+    for name in _OWN_RANKS:
+        if own_options[name] is not None and (ranks is not None or allocate is not None):
+            instead = "the file of ranks" if ranks is not None else f"allocate {allocate}"
+            raise OptionError(
+                f"{name} is for {method}'s own ranks, and {instead} replaces them", "leave out one of the two"
+            )
     if perplexity_text is not None and max_perplexity_increase is None:
         raise OptionError(
             "perplexity_text is for a limit, and there is none", "set max_perplexity_increase too"

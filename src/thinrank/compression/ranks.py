@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from ..errors import OptionError
+from ..text_files import read_json_file
 from .measurements import Measurements
 from .spectra import Spectra
 from .units import Unit
@@ -120,12 +119,7 @@ def read_ranks(path: str | Path, units: Sequence[Unit]) -> Ranks:
 
     Raises OptionError when the file cannot be read, an entry matches nothing, or a rank is out of range.
     """
-    try:
-        entries: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OptionError(
-            f"cannot read the ranks {path}: {error}", 'name a JSON file like {"*.mlp.*": 64}'
-        ) from error
+    entries = read_json_file(path, "the ranks", 'name a JSON file like {"*.mlp.*": 64}')
     if not isinstance(entries, Mapping):
         raise OptionError(f"{path} holds no JSON object", 'write it like {"*.mlp.*": 64}')
     ranks: Ranks = {}
