@@ -17,7 +17,7 @@ from dataclasses import dataclass
 #: Largest relative error of a prediction for what was measured.
 TOLERANCE = 0.15
 
-#: A step's growth with each further row: a batch of 8 takes 1.1 times as long (docs/performance.md).
+#: A step's growth with each further row beside its keys and values: a batch of 8 takes 1.1 times as long.
 ROW_COST = 0.012
 #: Rows that a decode step was measured with.
 MAX_BATCH_SIZE = 8
