@@ -1,7 +1,7 @@
 """A decoder whose next token is a hash of all tokens before it, as it finds them in the cache.
 
-Exact and fast: a block that is lost, shared wrongly, or written by somebody else shows as a wrong token. And decode
-graphs that run on it without CUDA.
+Exact and fast: a block that is lost, shared wrongly, or written by somebody else shows as a wrong token. And graphs of
+decode steps and short prompts that run on it without CUDA.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _CONFIG = parse_config(
     )
 )
 BLOCK_BYTES = BLOCK_SIZE * 2 * 8 * 4  # tokens, keys and values, head_dim, bytes
+#: Of prompt graphs. Some prompts are longer.
+PROMPT_TOKENS = (64, 128)
 _MODULUS = 10_007  # float32 holds it
 _WEIGHTS = torch.randint(1, _MODULUS, (POSITIONS,), generator=torch.Generator().manual_seed(0))
 
@@ -44,12 +46,19 @@ class HashingDecoder:
         stored, slots = kv_cache[0].keys[:, 0, :, 0], batch.paged.slots
         stored[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = batch.token_ids.float()
         rows = zip(batch.paged.block_tables, batch.query_lens, batch.paged.context_lens, strict=True)
-        hashes = []
-        for table, query_len, context_len in rows:
-            tokens = stored[table[: blocks_for(context_len)]].flatten()[:context_len].long()
-            sums = ((tokens + 1) * _WEIGHTS[:context_len]).cumsum(0) % _MODULUS
-            hashes.append(sums[-query_len:])
-        return torch.cat(hashes).float().unsqueeze(1)
+        return torch.cat([_hashes(stored, *row) for row in rows]).float().unsqueeze(1)
+
+    def prompt_step(self, state: Any, kv_cache: list[KVLayer]) -> None:
+        """As `PackedDecoder.prompt_step`."""
+        stored = kv_cache[0].keys[:, 0, :, 0]
+        stored[state.slots // BLOCK_SIZE, state.slots % BLOCK_SIZE] = state.token_ids.float()
+        starts = state.query_start.tolist()
+        for table, start, end, context_len in zip(
+            state.block_tables.long(), starts, starts[1:], state.context_lens.tolist(), strict=False
+        ):
+            if start < end:
+                state.hidden[start:end, 0] = _hashes(stored, table, end - start, context_len).float()
+        state.logits.copy_(self.head(state.hidden[state.last]))
 
     def head(self, hidden: Tensor) -> Tensor:
         return 4 * torch.sin(hidden * torch.arange(1, VOCAB + 1) * 0.37)
@@ -57,6 +66,13 @@ class HashingDecoder:
     def __call__(self, batch: ForwardBatch, kv_cache: Any, rows: Tensor | None = None) -> Tensor:
         hidden = self.hidden(batch, kv_cache)
         return self.head(hidden if rows is None else hidden[rows])
+
+
+def _hashes(stored: Tensor, table: Tensor, query_len: int, context_len: int) -> Tensor:
+    """Of the last tokens of a sequence, each with all before it: [query_len]."""
+    tokens = stored[table[: blocks_for(context_len)]].flatten()[:context_len].long()
+    sums = ((tokens + 1) * _WEIGHTS[:context_len]).cumsum(0) % _MODULUS
+    return sums[-query_len:]
 
 
 def hash_continuation(prompt: list[int], count: int) -> list[int]:
@@ -71,7 +87,8 @@ def hash_continuation(prompt: list[int], count: int) -> list[int]:
 
 
 def hashing_engine(num_blocks: int = 64, graph_sizes: tuple[int, ...] = (), **settings: Any) -> Engine:
-    """An engine whose empty blocks are poisoned. graph_sizes: of decode graphs, if it is to have any."""
+    """An engine whose empty blocks are poisoned. graph_sizes: of decode graphs, if it is to have any; then it has some
+    of prompts as well."""
     decoder: Any = HashingDecoder()
     engine = Engine(decoder, EngineConfig(num_blocks * BLOCK_BYTES, **settings))
     assert engine.pool.num_blocks == num_blocks
@@ -79,9 +96,15 @@ def hashing_engine(num_blocks: int = 64, graph_sizes: tuple[int, ...] = (), **se
         tensor.fill_(float("nan"))
     if graph_sizes:
         from thinrank.engine.decode_graphs import DecodeGraphs
+        from thinrank.engine.prompt_graphs import PROMPT_SEQUENCES, PromptGraphs
+        from thinrank.model.prompt_step import PromptState
 
         graphs = [eager_graph(engine, size) for size in graph_sizes]
         engine.graphs = engine.runner.graphs = DecodeGraphs(graphs)
+        sizes = (PROMPT_SEQUENCES, blocks_for(engine.max_model_len), num_blocks, 1, 1, VOCAB)
+        states = [PromptState.allocate(tokens, *sizes, torch.float32, CPU) for tokens in PROMPT_TOKENS]
+        prompts = [eager_prompt_graph(decoder, engine.kv_cache, state, num_blocks) for state in states]
+        engine.prompt_graphs = engine.runner.prompt_graphs = PromptGraphs(prompts)
     return engine
 
 
@@ -156,3 +179,20 @@ def eager_graph(engine: Engine, batch_size: int) -> Any:
             self.state.history[slots, torch.arange(batch_size)] = token_ids
 
     return EagerGraph()
+
+
+def eager_prompt_graph(decoder: Any, kv_cache: Any, state: Any, idle_block: int) -> Any:
+    """A `PromptGraph` without CUDA: a replay is a step."""
+    from thinrank.engine.prompt_graphs import PromptGraph
+
+    class EagerPromptGraph(PromptGraph):
+        def __init__(self) -> None:
+            self.state, self._idle_slot = state, idle_block * BLOCK_SIZE
+            self._graph: Any = SimpleNamespace(replay=self._replay)
+            self.replays = 0
+
+        def _replay(self) -> None:
+            self.replays += 1
+            decoder.prompt_step(state, kv_cache)
+
+    return EagerPromptGraph()

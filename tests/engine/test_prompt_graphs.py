@@ -8,7 +8,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from thinrank.config import BLOCK_SIZE, SamplingParams
+from engine_invariants import check_empty, check_invariants
+from hashing_decoder import PROMPT_TOKENS, eager_prompt_graph, hash_continuation, hashing_engine
+from hashing_decoder import VOCAB as HASHED
+from thinrank.config import SamplingParams
 from thinrank.engine.chunks import Chunks
 from thinrank.engine.kv_cache import allocate_kv_cache, blocks_for
 from thinrank.engine.prompt_graphs import PROMPT_SEQUENCES, PromptGraph, PromptGraphs
@@ -21,15 +24,6 @@ from tiny_models import low_rank, random_tensors, tiny_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCKS, MAX_BLOCKS, VOCAB = 12, 4, 101
-
-
-class EagerPromptGraph(PromptGraph):
-    """Without CUDA: a replay is a step."""
-
-    def __init__(self, decoder: Any, kv_cache: Any, state: Any, idle_block: int):
-        self.state, self._idle_slot = state, idle_block * BLOCK_SIZE
-        self._graph: Any = self
-        self.replay = lambda: decoder.prompt_step(state, kv_cache)
 
 
 def decoders(**changes: Any) -> tuple[Decoder, PackedDecoder]:
@@ -63,7 +57,8 @@ def graph_of(decoder: PackedDecoder, cache: Any, tokens: int) -> PromptGraph:
     state = decoder.prompt_state(tokens, PROMPT_SEQUENCES, MAX_BLOCKS, BLOCKS)
     if DEVICE.type == "cuda":
         return PromptGraph(decoder, cache, state, BLOCKS, None)
-    return EagerPromptGraph(decoder, cache, state, BLOCKS)
+    graph: PromptGraph = eager_prompt_graph(decoder, cache, state, BLOCKS)
+    return graph
 
 
 def sequence(length: int, seed: int, blocks: list[int]) -> Sequence:
@@ -131,3 +126,36 @@ def test_the_smallest_graph_that_has_room() -> None:
     assert [holding(1), holding(64), holding(65), holding(40, 24), holding(40, 25)] == [64, 64, 128, 64, 128]
     assert holding(129) is None and holding(64, 65) is None
     assert holding(*[1] * PROMPT_SEQUENCES) == 64 and holding(*[1] * (PROMPT_SEQUENCES + 1)) is None
+
+
+def test_an_engine_sends_short_prompts_through_graphs() -> None:
+    """Those that fit; what comes after a prefix hit; and what a sequence that gave its blocks back has to repeat."""
+    engine = hashing_engine(5, graph_sizes=(1, 2, 4))
+    graphs: Any = engine.prompt_graphs
+    small, large = graphs._graphs
+    assert (small.tokens, large.tokens) == PROMPT_TOKENS
+
+    def prompt(length: int, seed: int) -> list[int]:
+        return [(seed * 37 + i * i * 11) % HASHED for i in range(length)]
+
+    def answer(*prompts: list[int], max_tokens: int = 70) -> None:
+        asked = {
+            engine.add(ids, SamplingParams(temperature=0, max_tokens=max_tokens)): ids for ids in prompts
+        }
+        tokens: dict[str, list[int]] = {request: [] for request in asked}
+        while engine.has_unfinished:
+            for output in engine.step():
+                tokens[output.request_id].append(output.token_id)
+            check_invariants(engine)
+        assert tokens == {request: hash_continuation(ids, max_tokens) for request, ids in asked.items()}
+        check_empty(engine)
+
+    answer(prompt(20, 1), prompt(30, 2))
+    assert (small.replays, large.replays) == (1, 0)
+    answer(prompt(150, 3))
+    assert (small.replays, large.replays) == (1, 0), "too long for any"
+    answer(prompt(150, 3))
+    assert (small.replays, large.replays) == (2, 0), "two blocks are known"
+    answer(prompt(75, 4), prompt(50, 5), max_tokens=100)
+    assert engine.stats().num_preemptions > 0
+    assert large.replays == 1
