@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "eval": RUNTIME | {"builtin_text", "public_text", "text_files", "bench"},
     "planning": LEAVES | {"model", "checkpoint", "compression", "bench"},  # its ranks, its shapes
     "server": RUNTIME | {"bench"},  # the read bandwidth, for the page
-    "chat": RUNTIME,
+    "chat": RUNTIME | {"text_files"},
     "demo": EVERYTHING - {"server", "chat"},
     "cli": EVERYTHING,
 }
