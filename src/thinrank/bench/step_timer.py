@@ -89,11 +89,9 @@ class StepTimer:
 
     def microseconds(self, settings: LaunchSettings, repeats: int = 11) -> tuple[float, ...]:
         """Median time of a step at each batch size."""
-        decoder = replace(self.decoder, launch_settings=settings)
         times = []
         for state, cache in self._cases:
-            self._rewind(state)
-            graph = capture(lambda: decoder.decode_step(state, cache), decoder.device)  # noqa: B023
+            graph = self._capture(settings, state, cache)
             samples = []
             for _ in range(repeats):
                 self._rewind(state)
@@ -111,25 +109,29 @@ class StepTimer:
         """Every kernel of a step at the first batch size, in order: its name, and how many microseconds after the one
         before it it ended, medians of `STEPS` steps under the profiler."""
         state, cache = self._cases[0]
-        decoder = replace(self.decoder, launch_settings=settings)
-        self._rewind(state)
-        graph = capture(lambda: decoder.decode_step(state, cache), decoder.device)
+        graph = self._capture(settings, state, cache)
         self._rewind(state)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(STEPS):
                 graph.replay()
-            torch.cuda.synchronize(decoder.device)
+            torch.cuda.synchronize(self.decoder.device)
         events = sorted(
             (event.time_range.end, event.name)
             for event in profile.events()
             if event.device_type.name == "CUDA"
         )
         count = len(events) // STEPS
-        steps = [events[i * count : (i + 1) * count] for i in range(STEPS)]
-        ends = torch.tensor([[end for end, _ in step] for step in steps], dtype=torch.float64).flatten()
+        ends = torch.tensor([end for end, _ in events], dtype=torch.float64)
         # The first kernel of all has none before it.
         took = torch.cat([ends.new_full([1], torch.nan), ends.diff()]).view(STEPS, count).nanmedian(0).values
-        return [(name, time) for (_, name), time in zip(steps[0], took.tolist(), strict=True)]
+        return [(name, time) for (_, name), time in zip(events[:count], took.tolist(), strict=True)]
+
+    def _capture(
+        self, settings: LaunchSettings, state: DecodeState, cache: list[KVLayer]
+    ) -> torch.cuda.CUDAGraph:
+        decoder = replace(self.decoder, launch_settings=settings)
+        self._rewind(state)
+        return capture(lambda: decoder.decode_step(state, cache), decoder.device)
 
     def _rewind(self, state: DecodeState) -> None:
         """To the first step's context, the last token of which the step is for."""

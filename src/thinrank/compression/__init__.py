@@ -45,9 +45,10 @@ from .update import refit
 __all__ = ["ALLOCATIONS", "CompressionReport", "compress"]
 
 #: Allocations that every method can have instead of its own.
+ALLOCATIONS: dict[str, Allocation] = {"uniform": uniform, "loss": by_loss}
+
 #: Options of methods that say how their own ranks are found.
 _OWN_RANKS = ("min_ratio", "steps")
-ALLOCATIONS: dict[str, Allocation] = {"uniform": uniform, "loss": by_loss}
 
 #: How far a rank_multiple may take the kept ratio from what was asked for without a warning.
 MULTIPLES_MAY_MISS_BY = 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,11 @@ class Chunks(NamedTuple):
             chunks.context_lens.append(end)
             chunks.tables.append(table)
         return chunks
+
+    @property
+    def ends(self) -> list[int]:
+        """Where the rows of each sequence end."""
+        return list(accumulate(self.lens))
 
     def padded_tables(self) -> list[list[int]]:
         """Equally long, with block 0 behind a sequence's own."""

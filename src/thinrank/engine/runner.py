@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -69,7 +68,7 @@ class Runner:
         if not scheduled:
             return []
         chunks = Chunks.of(scheduled)
-        ends = list(accumulate(chunks.lens))
+        ends = chunks.ends
         last = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
         hidden, logits = self.forward(chunks, last)
         for item, end in zip(scheduled, ends, strict=True):

@@ -81,8 +81,8 @@ def decode_config(
     """The launch of a layer's shape; `dtype` is the caches', `batch` what the workspace is for.
 
     At short contexts a program is all latency, so a single head has one warp, which needs no barrier. Few programs
-    load two units at once, 16 KiB each, in 190 registers; many load one, and with 128 registers an SM holds 16 of them:
-    on an H200 a step of 8 rows of LLaMA-7B at 320 tokens takes 3.29 ms, not 3.35, and of four rows at 4096 tokens
+    load two units at once, 16 KiB in all, in 190 registers; many load one, and with 128 registers an SM holds 16 of
+    them: on an H200 a step of 8 rows of LLaMA-7B at 320 tokens takes 3.29 ms, not 3.35, and of four rows at 4096 tokens
     4.50 ms, not 4.78. The merge of fewer parts, above 8 rows, needs fewer registers anyway. Grouped heads multiply on
     tensor cores; a step of Llama-3-8B takes 3.17 ms at 512 tokens with tiles straight into registers, 3.9 ms with three
     in shared memory.

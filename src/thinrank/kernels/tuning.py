@@ -46,9 +46,9 @@ class GemvConfig(NamedTuple):
     def for_batch(self, batch: int, rows: int, max_rows: int = MAX_ROWS) -> GemvConfig:
         """What runs at a batch, for a launch of `rows` rows in all.
 
-        Above 4 batch rows inputs are twice the bytes, as much as 16 rows of weights in a program of 16 rows. A step of
-        8 rows of LLaMA-7B takes 3.79 ms on an H200 with 8 rows a program, 3.60 with 16; with 32 where that leaves
-        programs for every SM q, k and v take 8 us a layer instead of 11. It changes no sum.
+        Above 4 batch rows a program loads 16 rows of inputs, not 8: the bytes of 16 rows of weights. A step of 8 rows
+        of LLaMA-7B takes 3.79 ms on an H200 with 8 rows a program, 3.60 with 16; with 32 where that leaves programs for
+        every SM q, k and v take 8 us a layer instead of 11. It changes no sum.
         """
         if batch <= 4:
             return self

@@ -404,13 +404,12 @@ class PackedDecoder:
     def prompt_step(self, state: PromptState, kv_cache: Sequence[KVLayer]) -> None:
         """Prefill of what the state holds; the residual stream and logits stay there. Reads and writes device memory
         only and launches the same kernels every time; a graph can hold what it allocates."""
-        hidden = F.embedding(state.token_ids, self.embed_tokens).float()
+        state.hidden.copy_(F.embedding(state.token_ids, self.embed_tokens))
         projection, bias = run_layers(
-            self.config, self._gemm_layers, self.rotation, hidden, state, kv_cache, self.dtype
+            self.config, self._gemm_layers, self.rotation, state.hidden, state, kv_cache, self.dtype
         )
-        add_last(hidden, projection, bias)
-        state.hidden.copy_(hidden)
-        self._logits(hidden[state.last], None, None, state.logits)
+        add_last(state.hidden, projection, bias)
+        self._logits(state.hidden[state.last], None, None, state.logits)
 
     @cached_property
     def _gemm_layers(self) -> tuple[GemmLayer, ...]:
