@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from mixed_decoders import mixed_decoders
 from thinrank.bench.timing import count_launches
 from thinrank.config import EngineConfig, SamplingParams
 from thinrank.engine.chunks import Chunks
@@ -25,8 +26,7 @@ from thinrank.kernels.decode_attention import num_splits
 from thinrank.model.batch import ForwardBatch
 from thinrank.model.decoder import Decoder
 from thinrank.model.packed_decoder import PackedDecoder
-from thinrank.model.registry import parse_config
-from tiny_models import low_rank, random_tensors, tiny_config
+from tiny_models import tiny_config
 
 pytestmark = pytest.mark.gpu
 
@@ -64,16 +64,7 @@ def models(heads: int = 4, kv_heads: int = 2) -> tuple[Decoder, PackedDecoder]:
         head_dim=64,
         max_position_embeddings=POSITIONS,
     )
-    modules = [name for i, name in enumerate(parse_config(raw).linears()) if name != "lm_head" and i % 3 != 1]
-    tensors, factors = low_rank(random_tensors(raw), {m: 1 + (7 * i) % 61 for i, m in enumerate(modules)})
-    for module, (factor_in, factor_out) in factors.items():
-        tensors |= {f"{module}.factor_in.weight": factor_in, f"{module}.factor_out.weight": factor_out}
-    config = parse_config(raw, ranks={module: len(factor_in) for module, (factor_in, _) in factors.items()})
-    on_device = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
-    return (
-        Decoder.build(config, on_device.__getitem__),
-        PackedDecoder.build(config, on_device.__getitem__, torch.float32, DEVICE, POSITIONS),
-    )
+    return mixed_decoders(raw, DEVICE)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

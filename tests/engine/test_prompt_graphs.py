@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from engine_invariants import check_empty, check_invariants
 from hashing_decoder import PROMPT_TOKENS, eager_prompt_graph, hash_continuation, hashing_engine
 from hashing_decoder import VOCAB as HASHED
+from mixed_decoders import mixed_decoders
 from thinrank.config import SamplingParams
 from thinrank.engine.chunks import Chunks
 from thinrank.engine.kv_cache import allocate_kv_cache, blocks_for
@@ -19,29 +19,18 @@ from thinrank.engine.scheduler import Scheduled
 from thinrank.engine.sequence import Sequence
 from thinrank.model.decoder import Decoder
 from thinrank.model.packed_decoder import PackedDecoder
-from thinrank.model.registry import parse_config
-from tiny_models import low_rank, random_tensors, tiny_config
+from tiny_models import tiny_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCKS, MAX_BLOCKS, VOCAB = 12, 4, 101
 
 
 def decoders(**changes: Any) -> tuple[Decoder, PackedDecoder]:
-    """The same random float32 weights in both; every third module is dense."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
         num_hidden_layers=2, vocab_size=VOCAB, **changes,
     )  # fmt: skip
-    modules = [name for i, name in enumerate(parse_config(raw).linears()) if name != "lm_head" and i % 3 != 1]
-    tensors, factors = low_rank(random_tensors(raw), {m: 1 + (7 * i) % 61 for i, m in enumerate(modules)})
-    for module, (factor_in, factor_out) in factors.items():
-        tensors |= {f"{module}.factor_in.weight": factor_in, f"{module}.factor_out.weight": factor_out}
-    config = parse_config(raw, ranks={module: len(factor_in) for module, (factor_in, _) in factors.items()})
-    on_device = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
-    return (
-        Decoder.build(config, on_device.__getitem__),
-        PackedDecoder.build(config, on_device.__getitem__, torch.float32, DEVICE, 256),
-    )
+    return mixed_decoders(raw, DEVICE)
 
 
 def cache_of(decoder: Any) -> list[Any]:
@@ -103,12 +92,8 @@ def test_what_prefill_computes(changes: dict[str, Any]) -> None:
         for block in range(BLOCKS):  # what no sequence wrote is as it was
             keys = torch.stack([mine.keys[block], theirs.keys[block]])
             torch.testing.assert_close(keys[0], keys[1], atol=1e-4, rtol=1e-4, equal_nan=True)
-    finite(graph.state.hidden)
-
-
-def finite(tensor: Tensor) -> None:
-    """Rows of no sequence as well: what they leave in the idle block must not become undefined."""
-    assert tensor.isfinite().all()
+    # Rows of no sequence as well: what they leave in the idle block must not become undefined.
+    assert graph.state.hidden.isfinite().all()
 
 
 @torch.inference_mode()

@@ -110,9 +110,9 @@ def test_agrees_with_the_reference(case):
         assert state.positions.tolist() == [LENGTH + 1] * rows
 
 
+@pytest.mark.usefixtures("ordered_dot")
 def test_a_row_is_the_same_in_any_batch():
-    """Bit for bit. In the interpreter to 1e-5 above 4 rows: programs have more rows of weights then, and numpy's order
-    of summation depends on that."""
+    """Bit for bit."""
     _, packed = models("llama", MIXED)
     results = []
     for rows in (1, 2, 8):
@@ -122,9 +122,7 @@ def test_a_row_is_the_same_in_any_batch():
         state.block_tables[:, 0] = torch.arange(rows, dtype=torch.int32)
         packed.decode_step(state, cache)
         results.append(state.logits[0].clone())
-    assert torch.equal(results[0], results[1])
-    tolerance = 0.0 if DEVICE.type == "cuda" else 1e-5
-    torch.testing.assert_close(results[0], results[2], atol=tolerance, rtol=tolerance)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def wide_state(packed, rows, following):
