@@ -3,7 +3,7 @@
     python benchmarks/evidence.py                  # everything, some 20 minutes on an H200
     python benchmarks/evidence.py prefill batch-8  # some of it
 
-One JSON file a run, `<GPU>_<run>.json`, rewritten after every system. A run that fails does not stop the others.
+One JSON file a run, `<GPU>_<run>.json`, rewritten after every row. A run that fails does not stop the others.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import json
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,14 @@ def runs() -> dict[str, tuple[Any, dict[str, Any]]]:
     }  # fmt: skip
     return {
         **{name: (latency, SEVEN_B | arguments) for name, arguments in (decode | prefill).items()},
-        "l7b_ablation": (ablation, dict(SEVEN_B)),
+        "l7b_ablation": (ablation, SEVEN_B | {"num_iters": 7, "num_iters_warmup": 1}),
         "l7b_throughput": (throughput, dict(SEVEN_B)),
         "l7b_sweep": (sweep, {"shape": "llama-7b"}),
     }
+
+
+def show(started: float, text: str) -> None:
+    print(f"  {time.monotonic() - started:4.0f} s  {text}", flush=True)
 
 
 def main() -> None:
@@ -75,7 +80,7 @@ def main() -> None:
         started = time.monotonic()
         path = options.output / f"{card}_{name}.json"
         try:
-            run(**arguments, output_json=path, command=command)
+            run(**arguments, output_json=path, command=command, on_progress=partial(show, started))
         except ThinrankError as error:
             failed.append(name)
             print(f"{name}: {error}", flush=True)

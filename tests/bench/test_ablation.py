@@ -52,6 +52,8 @@ def test_neighbours_differ_in_one_mechanism(dense: bool) -> None:
     assert ladder[-1].variant == FULL
     assert all(row.neighbour == rows[0].variant for row in rows if row.series == "alone")
     assert all(row.neighbour == FULL for row in rows if row.series == "without")
+    variants = [row.variant for row in rows]  # rows are written as they come, with what is measured by then
+    assert all(row.neighbour in variants[: index + 1] for index, row in enumerate(rows))
     for series in ("alone", "without"):  # each mechanism, and each way to launch
         changes = {row.change for row in rows if row.series == series}
         assert len(changes) == (3 if dense else 4) + len(GRAPHS) - 1

@@ -1,4 +1,5 @@
 """python compile_kernels.py SHARE OF: compiles for sm_90 what decoders of real shapes launch; needs no GPU.
+python compile_kernels.py count STRUCTURE: how many kernels a decode step of a whole LLaMA-7B compiles, by name.
 
 test_compiles.py runs it, in processes without Triton's interpreter, which takes what the compiler refuses. Decoders of
 one layer are built on the meta device, where tensors have a shape and no data. Their launches are recorded instead of
@@ -10,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -117,7 +119,8 @@ class Kernel(NamedTuple):
             else:
                 is_pointer = isinstance(value, torch.Tensor)
                 wide = not is_pointer and value >= 2**31
-                signature[name] = POINTERS[value.dtype] if is_pointer else "i64" if wide else "i32"
+                number = parameter.annotation_type or ("i64" if wide else "i32")
+                signature[name] = POINTERS[value.dtype] if is_pointer else number
                 if is_pointer or (special and value % 16 == 0):
                     attributes[(index,)] = [["tt.divisibility", 16]]
         del options["grid"], options["warmup"]
@@ -149,6 +152,18 @@ def different_kernels() -> list[tuple[str, Kernel]]:
     return list(found.values())
 
 
+@torch.no_grad()
+def count_kernels(structure: str) -> Counter[str]:
+    """Of a decode step of one row of LLaMA-7B, all layers: kernels that are compiled anew, by name."""
+    packed = decoder("llama-7b", structure, num_hidden_layers=SHAPES["llama-7b"]["num_hidden_layers"])
+    with recorded() as kernels:
+        state = packed.decode_state(1, 16, idle_block=0)
+        packed.decode_step(state, allocate_kv_cache(packed.config, 1, packed.dtype, META))
+    return Counter(
+        kernel.function.__name__ for kernel in {repr(kernel): kernel for kernel in kernels}.values()
+    )
+
+
 def facts(kernel: Kernel) -> dict[str, Any]:
     """Of a compiled kernel: bytes of registers that a thread spills, tensor core instructions, loads by width.
 
@@ -176,6 +191,9 @@ def facts(kernel: Kernel) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "count":
+        sys.stdout.write(json.dumps(count_kernels(sys.argv[2])) + "\n")
+        sys.exit()
     share, of = map(int, sys.argv[1:])
     for case, kernel in different_kernels()[share::of]:
         line = {"case": case, "kernel": kernel.function.__name__, **facts(kernel)}

@@ -91,7 +91,7 @@ def ablation(
 
     context_len: tokens that the last step of a measurement attends to; a variant without dense keys and values
     rebuilds so many (whole blocks of them) in every step. num_iters: windows of `WINDOW_STEPS` steps. output_json:
-    the file to write, after each system. command: for the header. on_progress: told what is being done.
+    the file to write, after each row. command: for the header. on_progress: told what is being done.
 
     Before any time is taken, the engine's logits are compared with float32 arithmetic, and those of every variant
     with the full path's: the same relative error is allowed, `gate.BOUNDS`, as both round to the weights' dtype at
@@ -135,20 +135,20 @@ def ablation(
         file.add(checks=check_system(system, model, 1))
     for system, model in systems.items():
         reset_memory(target)
-        check, rows = _measure_system(system, model, context_len, num_iters, num_iters_warmup, on_progress)
-        file.add(checks=[check], rows=rows)
+        _measure_system(file, system, model, context_len, num_iters, num_iters_warmup, on_progress)
     return file.report
 
 
 @torch.inference_mode()
 def _measure_system(
+    file: ReportFile[AblationRow],
     system: str,
     model: BenchModel,
     context_len: int,
     num_iters: int,
     num_iters_warmup: int,
     on_progress: Callable[[str], None],
-) -> tuple[Check, list[AblationRow]]:
+) -> None:
     from ..model.packed_decoder import PackedDecoder
     from .variant_step import FilledCache, VariantStep
 
@@ -159,15 +159,17 @@ def _measure_system(
     expected = logits(filled, VariantStep(filled, FULL))
     errors: list[float] = []
     timings: dict[Variant, Timing] = {}
-    for variant in dict.fromkeys(comparison.variant for comparison in compared):
-        on_progress(f"measuring {system}, {describe(variant)}")
-        step = VariantStep(filled, variant)
-        errors.append(checked_error(system, variant, logits(filled, step), expected, model.dtype))
-        timings[variant] = _time(filled, step, num_iters, num_iters_warmup)
-        del step
-        reset_memory(model.device)
-    check = Check(system, "variants' logits", max(errors), BOUNDS[model.dtype], "the full path's")
-    return check, [_row(system, comparison, timings, timings[compared[0].variant]) for comparison in compared]
+    for comparison in compared:  # a neighbour comes before what is compared with it
+        variant = comparison.variant
+        if variant not in timings:
+            on_progress(f"measuring {system}, {describe(variant)}")
+            step = VariantStep(filled, variant)
+            errors.append(checked_error(system, variant, logits(filled, step), expected, model.dtype))
+            timings[variant] = _time(filled, step, num_iters, num_iters_warmup)
+            del step
+            reset_memory(model.device)
+        file.add(rows=[_row(system, comparison, timings, timings[compared[0].variant])])
+    file.add(checks=[Check(system, "variants' logits", max(errors), BOUNDS[model.dtype], "the full path's")])
 
 
 def describe(variant: Variant) -> str:

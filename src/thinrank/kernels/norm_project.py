@@ -54,7 +54,7 @@ def norm_project(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "rows0", "rows1", "rows2", "end0", "end1"])
 def _norm_project_kernel(
     scaled, squares, num_squares, eps, arena, out, out_stride, K, batch,
     offset0: tl.int64, offset1: tl.int64, offset2: tl.int64, rows0, rows1, rows2, out0, out1, out2, end0, end1,
