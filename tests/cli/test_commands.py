@@ -198,6 +198,16 @@ def test_generate_explains_on_stderr(
     assert stderr.startswith("decoder    reference: the kernels of the packed decoder need an NVIDIA GPU\n")
 
 
+@pytest.mark.parametrize(("n", "blocks"), [(1, 2), (3, 6)])
+def test_generate_takes_memory_for_its_sequences_alone(
+    model: str, capsys: pytest.CaptureFixture[str], n: int, blocks: int
+) -> None:
+    options = f"--device cpu --prompt x --max-tokens 2 --max-model-len 128 --n {n} --explain"
+    assert main(["generate", model, *options.split()]) == 0
+    explained = capsys.readouterr().err
+    assert f"KV cache   {blocks} blocks of 64 tokens; up to 128 tokens a sequence\n" in explained
+
+
 def test_generate_passes_every_option_on(run: Callable[..., str], model: str) -> None:
     options = "--seed 7 --temperature 0.9 --top-p 0.8 --top-k 9 --min-p 0.01 --repetition-penalty 1.1 --n 2"
     engine = "--device cpu --dtype float32 --max-model-len 64 --kv-cache-memory 1M --ignore-eos"

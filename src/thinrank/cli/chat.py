@@ -35,7 +35,7 @@ def chat(
     template = None if chat_template is None else read_template(chat_template)
     if system is not None:
         check_text("--system", system)
-    llm = engine.load(model)
+    llm = engine.load(model, max_num_seqs=1)
 
     from ..chat.conversation import Conversation
     from ..chat.session import Session

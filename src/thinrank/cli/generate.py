@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import SamplingParams
+from ..config import EngineConfig, SamplingParams
 from ..errors import OptionError
 from . import output
 from .options import (
@@ -43,7 +43,8 @@ def generate(
     """Continue a prompt. The text appears as it is generated."""
     text = _read_prompt(prompt, prompt_file)
     params = sampling.params(n)
-    llm = engine.load(model)
+    # No memory for sequences that will not come, and no graphs, for which a first start compiles kernels.
+    llm = engine.load(model, max_num_seqs=min(n, EngineConfig.max_num_seqs))
     if explain:
         from ..engine.explain import explain as explanation_of
 

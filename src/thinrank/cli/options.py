@@ -127,14 +127,15 @@ class EngineOptions:
     kv_cache_memory: KVCacheMemory = None
     gpu_memory_utilization: GpuMemoryUtilization = EngineConfig.gpu_memory_utilization
 
-    def load(self, model: str) -> LLM:
-        """Raises OptionError for a size that is none, and what LLM does."""
+    def load(self, model: str, **more: int) -> LLM:
+        """more: options of LLM that the command has none for. Raises OptionError for a size that is none, and what
+        LLM does."""
         memory = self.kv_cache_memory
         bytes_of_cache = None if memory is None else parse_size("--kv-cache-memory", memory)
 
         from ..llm import LLM
 
-        return LLM(model, **vars(self) | {"kv_cache_memory": bytes_of_cache})
+        return LLM(model, **vars(self) | {"kv_cache_memory": bytes_of_cache} | more)
 
 
 #: Without any option.
