@@ -11,7 +11,7 @@ from ..bench.shapes import checkpoint_model, layer_keep_ratio
 from ..bench.timing import Nvml, reset_memory
 from ..checkpoint.load import DTYPES
 from ..device import resolve_device
-from ..errors import OptionError, unknown_name
+from ..errors import OptionError, ThinrankError, unknown_name
 from ..llm import LLM
 from ..model.cost import parameters
 from .perplexity import PATHS, perplexity
@@ -83,16 +83,21 @@ def perplexities(
     for model in opened:
         on_progress(f"measuring {model.name}")
         reset_memory(target)
-        llm = LLM(model.name, device=target, dtype=dtype)
-        result = perplexity(
-            llm,
-            chosen.text,
-            window=window,
-            stride=stride,
-            max_windows=max_windows,
-            path=path,
-            progress=progress,
-        )
+        try:
+            llm = LLM(model.name, device=target, dtype=dtype)
+            result = perplexity(
+                llm,
+                chosen.text,
+                window=window,
+                stride=stride,
+                max_windows=max_windows,
+                path=path,
+                progress=progress,
+            )
+        except ThinrankError as error:
+            if model.name in error.message:
+                raise
+            raise type(error)(f"{model.name}: {error.message}", error.hint) from error
         row = PerplexityRow(
             model=model.name,
             keep_ratio=layer_keep_ratio(llm.config),
