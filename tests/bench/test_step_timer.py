@@ -1,6 +1,10 @@
 """What a trial launches and computes; its time, on a GPU."""
 
+import json
+import runpy
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,11 +12,12 @@ import torch
 pytest.importorskip("triton")
 
 from thinrank.bench import step_timer
-from thinrank.bench.shapes import random_model
+from thinrank.bench.shapes import SHAPES, random_model
 from thinrank.bench.step_timer import StepTimer, enough_layers
 from thinrank.kernels.tuning import GemvConfig, Launch, LaunchSettings
 from thinrank.model.packed_decoder import PackedDecoder
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -35,6 +40,13 @@ def test_launches_are_listed_once(decoder):
         Launch("project_silu_mul", 256, 64),
         Launch("norm_project", 192, 128),
     ]
+
+
+def test_the_sequence_has_every_launch_in_its_order(decoder):
+    timer = StepTimer(decoder, 3, (1,))
+    *layer, head = timer.launches()
+    layer[4:] = [*layer[4:], *layer[2:4]]  # down is as o
+    assert timer.sequence() == [*layer * 3, head]
 
 
 def test_logits_do_not_depend_on_the_settings(decoder):
@@ -64,3 +76,31 @@ def test_enough_layers(decoder, monkeypatch):
 def test_times_are_of_the_layers_that_are_timed(decoder):
     one, three = (StepTimer(decoder, count, (1, 8, 16)).microseconds(LaunchSettings()) for count in (1, 3))
     assert all(0 < short < long for short, long in zip(one, three, strict=True))
+
+
+@pytest.mark.gpu
+def test_every_kernel_of_a_step_has_its_time(decoder):
+    """One after the other, so that together they take what the step takes, and what the profiler adds."""
+    timer = StepTimer(decoder, 3, (1,))
+    (step_us,) = timer.microseconds(LaunchSettings())
+    names, times = zip(*timer.kernels(LaunchSettings()), strict=True)
+    assert [name for name in names if "project" in name] == [
+        f"_{launch.op.removesuffix('_residual')}_kernel" for launch in timer.sequence()
+    ]
+    assert (names[0], names[-1]) == ("_embed_kernel", "_greedy_kernel")
+    assert all(time > 0 for time in times)
+    assert 0.5 * step_us < sum(times) < 2 * step_us + 100
+
+
+@pytest.mark.gpu
+def test_a_profile_of_a_step(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "profile.json"
+    monkeypatch.setattr(sys, "argv", ["step_profile.py", "--shape", "tiny", "--output", str(file)])
+    runpy.run_path(str(BENCHMARKS / "step_profile.py"), run_name="__main__")
+    report = json.loads(file.read_text())
+    layers = SHAPES["tiny"]["num_hidden_layers"]
+    launched = {row["kernel"]: row["launches"] for row in report["rows"]}
+    assert launched["decode"] == launched["project_silu_mul 256 x 64"] == layers
+    assert launched["embed"] == launched["greedy"] == 1
+    assert report["header"]["device"] == torch.cuda.get_device_name()
+    assert "of the bandwidth" in capsys.readouterr().out
