@@ -9,7 +9,7 @@ import torch
 from thinrank.bench.tune import TOLERANCE, descend, neighbours, tune, tune_file
 from thinrank.errors import OutputError, ThinrankError
 from thinrank.kernels.settings_file import read_settings, settings_for, write_settings
-from thinrank.kernels.tuning import GemvConfig, Launch, LaunchSettings, choices
+from thinrank.kernels.tuning import GemvConfig, Launch, LaunchSettings, choices, gemv_rule
 
 CARD = "NVIDIA H200"
 PROJECT, ROPE = Launch("project", 1024, 4096), Launch("project_rope", 12288, 4096)
@@ -26,6 +26,9 @@ class FakeTimer:
 
     def launches(self):
         return [ROPE, PROJECT]
+
+    def compile(self, settings):
+        pass
 
     def microseconds(self, settings):
         configs = {launch: settings.config(launch) for launch in BEST}
@@ -64,6 +67,37 @@ def test_the_search_takes_few_trials():
     assert [tuned.trials for tuned in search(FakeTimer(), LaunchSettings(BEST))[0]] == [
         1 + len(neighbours(launch, BEST[launch])) for launch in (PROJECT, ROPE)
     ]
+
+
+def test_trials_are_compiled_before_they_are_timed():
+    """Together, several at a time; none that is not timed."""
+
+    class Strict(FakeTimer):
+        def __init__(self):
+            super().__init__()
+            self.compiled, self.timed = [], []
+
+        def compile(self, settings):
+            self.compiled += [dict(each.entries) for each in settings]
+
+        def microseconds(self, settings):
+            assert dict(settings.entries) in [{}, *self.compiled]
+            self.timed.append(dict(settings.entries))
+            return super().microseconds(settings)
+
+    timer = Strict()
+    search(timer)
+    assert len(timer.compiled) > 2
+    assert all(settings in timer.timed for settings in timer.compiled)
+
+
+def test_a_pair_of_unequal_width_does_not_load_far_ahead():
+    """Where its rounds do not come out even: that takes a minute to compile."""
+    uneven, even = (Launch("project_silu_mul", 11008, 1536, width) for width in (1408, 1024))
+    assert gemv_rule(uneven).ahead == 1
+    assert gemv_rule(even).ahead == gemv_rule(Launch("project_silu_mul", 11008, 1536)).ahead == 4
+    assert {config.ahead for config in neighbours(uneven, GemvConfig(2, 2))} == {1, 2}
+    assert GemvConfig(2, 4) in neighbours(even, GemvConfig(2, 2))
 
 
 def test_noise_moves_nothing():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..engine.graph import capture
 from ..engine.kv_cache import allocate_kv_cache, blocks_for
+from ..kernels.compilation import compile_kernels
 from ..kernels.tuning import GemvConfig, Launch, LaunchSettings
 from ..model.batch import KVLayer
 from ..model.packed_decoder import DecodeState, PackedDecoder
@@ -86,6 +87,17 @@ class StepTimer:
         self._rewind(state)
         replace(self.decoder, launch_settings=settings).decode_step(state, cache)
         return state.logits[0].clone()
+
+    def compile(self, settings: Sequence[LaunchSettings]) -> None:
+        """Compile what steps with each of these settings launch, several kernels at a time."""
+
+        def launch() -> None:
+            for each in settings:
+                decoder = replace(self.decoder, launch_settings=each)
+                for state, cache in self._cases:
+                    decoder.decode_step(state, cache)
+
+        compile_kernels(launch)
 
     def microseconds(self, settings: LaunchSettings, repeats: int = 11) -> tuple[float, ...]:
         """Median time of a step at each batch size."""

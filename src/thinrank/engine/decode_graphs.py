@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..kernels.compilation import compile_kernels
 from ..model.batch import KVLayer
 from ..model.packed_decoder import DECODE_BATCH_SIZES, HISTORY_SLOTS, PackedDecoder
 from .graph import DecodeGraph, GraphRow
@@ -51,10 +52,15 @@ class DecodeGraphs:
             for size in DECODE_BATCH_SIZES
             if size < 2 * max_num_seqs and not (batch_invariant and size > MAX_INVARIANT_ROWS)
         ]
-        return DecodeGraphs(
-            DecodeGraph(decoder, kv_cache, decoder.decode_state(size, max_blocks, idle_block), idle_block)
-            for size in sizes
-        )
+        states = [decoder.decode_state(size, max_blocks, idle_block) for size in sizes]
+
+        def launch() -> None:
+            for state in states:
+                decoder.decode_step(state, kv_cache)
+                decoder.sample_step(state)
+
+        compile_kernels(launch)
+        return DecodeGraphs(DecodeGraph(decoder, kv_cache, state, idle_block) for state in states)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ class GraphRow(NamedTuple):
 
 
 def capture(launch: Callable[[], None], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A graph of what `launch` launches. It runs once before, which compiles its kernels.
+    """A graph of what `launch` launches. It runs once before, which compiles and loads its kernels.
 
     pool: memory that graphs which are replayed in the order of their capture may share, from
     `torch.cuda.graph_pool_handle`. Raises ThinrankError, with the reason, when CUDA refuses.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..config import BLOCK_SIZE
 from ..device import upload
+from ..kernels.compilation import compile_kernels
 from ..model.batch import KVLayer
 from ..model.packed_decoder import PackedDecoder
 from ..model.prompt_step import PromptState
@@ -96,6 +97,12 @@ class PromptGraphs:
             for tokens in PROMPT_TOKENS
             if tokens < 2 * max_model_len
         ]
+
+        def launch() -> None:
+            for state in states:
+                decoder.prompt_step(state, kv_cache)
+
+        compile_kernels(launch)
         # The largest first: the others fit into its memory.
         return PromptGraphs(
             [PromptGraph(decoder, kv_cache, state, idle_block, pool) for state in reversed(states)]
