@@ -7,7 +7,7 @@ factors of the ladder multiply out to the whole; and the dense model of the same
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -149,6 +149,7 @@ def _measure_system(
     num_iters_warmup: int,
     on_progress: Callable[[str], None],
 ) -> None:
+    from ..kernels.compilation import compile_kernels
     from ..model.packed_decoder import PackedDecoder
     from .variant_step import FilledCache, VariantStep
 
@@ -156,6 +157,13 @@ def _measure_system(
     assert isinstance(decoder, PackedDecoder)
     filled = FilledCache.build(decoder, context_len, WINDOW_STEPS, model.seed)
     compared = comparisons(dense=system == "dense")
+
+    def launch() -> None:
+        for variant in dict.fromkeys(replace(comparison.variant, graph="none") for comparison in compared):
+            VariantStep(filled, variant)()
+
+    on_progress(f"compiling the kernels of {system}")
+    compile_kernels(launch)
     expected = logits(filled, VariantStep(filled, FULL))
     errors: list[float] = []
     timings: dict[Variant, Timing] = {}
