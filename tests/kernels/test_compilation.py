@@ -33,7 +33,7 @@ def test_what_is_launched_is_compiled_and_does_not_run(found):
 
 
 def test_several_are_compiled_at_a_time(found):
-    assert found["threads"] == min(2, len(os.sched_getaffinity(0)))
+    assert found["threads"] == min(2, os.cpu_count() or 1)
 
 
 def test_errors_are_raised_and_leave_nothing_behind(found):

@@ -35,7 +35,7 @@ def test_dense_fits_and_low_rank_is_faster() -> None:
     text = advice(gpu="H200")
     assert text.startswith("Dense 16-bit fits at 4,096 tokens and loses nothing")
     choices = {choice.name: choice for choice in plan(shape="llama-7b", gpu="H200").choices}
-    dense, half = choices["dense 16-bit"].ms_per_token, choices["keep_ratio 0.5"].ms_per_token
+    dense, half = choices["dense 16-bit"].tpot_ms, choices["keep_ratio 0.5"].tpot_ms
     assert dense is not None
     assert half is not None
     assert f"{dense / half - 1:.0%} more tokens/s at keep_ratio 0.5 ({half:.2f} ms/token)" in text

@@ -67,7 +67,7 @@ def test_time_and_bytes_of_a_measured_step(device: str, row: dict[str, Any]) -> 
     work = Workload(row["batch_size"], row["input_len"], row["output_len"])
     choice = predicted(device, row, work.mean_context_len)
     assert choice.step_bytes == pytest.approx(row["bytes_per_step"], rel=0.01)
-    assert choice.ms_per_token == pytest.approx(row["tpot_ms_p50"], rel=TOLERANCE)
+    assert choice.tpot_ms == pytest.approx(row["tpot_ms_p50"], rel=TOLERANCE)
     assert choice.floor_ms is not None
     assert choice.floor_ms < row["tpot_ms_p50"]
 

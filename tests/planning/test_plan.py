@@ -100,7 +100,7 @@ def test_numbers_of_one_of_several_cards() -> None:
         assert part.kv_bytes == alone.kv_bytes / 4  # two of eight heads
         assert part.step_bytes - part.weight_step_bytes == (alone.step_bytes - alone.weight_step_bytes) / 4
         assert part.needed_bytes == part.weight_bytes + part.kv_bytes + four.reserved_memory
-        assert (part.ms_per_token, part.tokens_per_s, part.low_rank_kv_bytes) == (None, None, None)
+        assert (part.tpot_ms, part.tokens_per_s, part.low_rank_kv_bytes) == (None, None, None)
         assert part.floor_ms == pytest.approx(part.step_bytes / 2039e6)
         assert alone.sent_bytes == 0
     assert by_name(four)["dense 16-bit"].weight_bytes == share(dense, 4, 2).weight_bytes
@@ -128,10 +128,10 @@ def test_times() -> None:
     numbers = by_name(plan(shape="llama-7b", memory=ROOMY, bandwidth=1e12, batch_size=2))
     for choice in numbers.values():
         assert choice.floor_ms == pytest.approx(choice.step_bytes / 1e9)
-        assert choice.ms_per_token is not None
-        assert choice.ms_per_token > choice.floor_ms
-        assert choice.tokens_per_s == pytest.approx(2000 / choice.ms_per_token)
-    assert all(choice.ms_per_token is None for choice in plan(shape="llama-7b", memory=ROOMY).choices)
+        assert choice.tpot_ms is not None
+        assert choice.tpot_ms > choice.floor_ms
+        assert choice.tokens_per_s == pytest.approx(2000 / choice.tpot_ms)
+    assert all(choice.tpot_ms is None for choice in plan(shape="llama-7b", memory=ROOMY).choices)
 
 
 def test_a_config_is_enough_and_a_compressed_one_is_planned_as_its_dense_original(tmp_path: Path) -> None:

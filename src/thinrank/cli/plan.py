@@ -121,7 +121,7 @@ def _columns(planned: Plan) -> dict[str, Callable[[Choice], str]]:
         "longest": lambda choice: f"{choice.longest_context:,}",
         "reads": lambda choice: _gibibytes(choice.step_bytes),
         "sends": lambda choice: f"{choice.sent_bytes / 2**10:,.0f}",
-        "ms/token": lambda choice: _time(choice.ms_per_token),
+        "ms/token": lambda choice: _time(choice.tpot_ms),
         "floor": lambda choice: _time(choice.floor_ms),
         "tok/s": lambda choice: _time(choice.tokens_per_s),
     }

@@ -36,7 +36,7 @@ def _compile(launch: Callable[[], None]) -> None:
             options["warmup"] = True
         return run(self, *arguments, **options)
 
-    workers = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    workers = min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as threads, AsyncCompileMode(threads):
         JITFunction.run = compile_only
         try:

@@ -68,7 +68,7 @@ def _use_four_bit(dense: Choice, four_bit: Choice, lowest: Choice, context: int)
 
 def _dense_fits(dense: Choice, four_bit: Choice, fitting: list[Choice], context: int) -> list[str]:
     sentences = [f"Dense 16-bit fits at {context:,} tokens and loses nothing{_in_brackets(dense)}."]
-    if dense.ms_per_token is None:
+    if dense.tpot_ms is None:
         return [*sentences, "Name the card or its bandwidth to see what low-rank would buy in speed."]
     faster = [choice for choice in fitting if _gain(dense, choice) > 0]
     if not faster:
@@ -109,18 +109,18 @@ def _ratio(choice: Choice) -> float:
 
 
 def _smaller_and_faster(one: Choice, other: Choice) -> bool:
-    if one.ms_per_token is None or other.ms_per_token is None:
+    if one.tpot_ms is None or other.tpot_ms is None:
         return False
-    return one.weight_bytes < other.weight_bytes and one.ms_per_token < other.ms_per_token
+    return one.weight_bytes < other.weight_bytes and one.tpot_ms < other.tpot_ms
 
 
 def _gain(slow: Choice, fast: Choice) -> float:
-    return (slow.ms_per_token or 0.0) / (fast.ms_per_token or float("inf")) - 1
+    return (slow.tpot_ms or 0.0) / (fast.tpot_ms or float("inf")) - 1
 
 
 def _speed(choice: Choice) -> str:
-    return "its speed" if choice.ms_per_token is None else f"{choice.ms_per_token:.2f} ms/token"
+    return "its speed" if choice.tpot_ms is None else f"{choice.tpot_ms:.2f} ms/token"
 
 
 def _in_brackets(choice: Choice) -> str:
-    return "" if choice.ms_per_token is None else f" ({_speed(choice)})"
+    return "" if choice.tpot_ms is None else f" ({_speed(choice)})"

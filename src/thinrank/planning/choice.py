@@ -32,7 +32,7 @@ class Choice:
     keys and values, and `Workload.reserved_memory`. longest_context: tokens of each sequence, 0 if not even a block
     fits. step_bytes: what a decode step at the full context must read; weight_step_bytes: its weights. floor_ms: the
     former at the datasheet's bandwidth. sent_bytes: what a card sends to the others for a token of each sequence,
-    `tensor_parallel.Share.sent_bytes`. ms_per_token, tokens_per_s: predicted, the second for the whole batch; None on
+    `tensor_parallel.Share.sent_bytes`. tpot_ms, tokens_per_s: predicted, the second for the whole batch; None on
     several cards. None of the times is known without a bandwidth.
     """
 
@@ -50,7 +50,7 @@ class Choice:
     step_bytes: int
     sent_bytes: float
     floor_ms: float | None
-    ms_per_token: float | None
+    tpot_ms: float | None
     tokens_per_s: float | None
 
 
@@ -132,7 +132,7 @@ def _choice(
         step_bytes=step_bytes,
         sent_bytes=work.batch_size * sent_bytes,
         floor_ms=None if floor is None else 1e3 * floor,
-        ms_per_token=None if seconds is None else 1e3 * seconds,
+        tpot_ms=None if seconds is None else 1e3 * seconds,
         tokens_per_s=None if seconds is None else work.batch_size / seconds,
     )
 
