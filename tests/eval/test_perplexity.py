@@ -188,20 +188,24 @@ def test_side_by_side(model, converted: Any, tmp_path: Path) -> None:
     }
 
 
-def test_an_error_names_its_model_once(model, tmp_path: Path) -> None:
+def test_an_error_names_its_model(model, tmp_path: Path) -> None:
     """And the file has what was measured before."""
     config = tiny_config(max_position_embeddings=15, vocab_size=300)
     short = save_byte_level(write_folder(tmp_path / "short", config, random_tensors(config)))
-    config = tiny_config(vocab_size=300)
-    bare = write_folder(tmp_path / "bare", config, random_tensors(config))
     text, file = tmp_path / "text.txt", tmp_path / "out.json"
     text.write_text(TEXT)
     options = {"window": 16, "max_windows": 4, "device": "cpu", "progress": False}
-    for failing, message in ((short, "a window of 16 tokens is longer"), (bare, "has no tokenizer")):
-        with pytest.raises(ThinrankError, match=message) as caught:
-            perplexities([model[0]._tokenizer_path, failing], text=str(text), output_json=file, **options)
-        assert str(caught.value).count(str(failing)) == 1
-        assert len(json.loads(file.read_text())["rows"]) == 1
+    with pytest.raises(OptionError, match=f"{short}: a window of 16 tokens is longer"):
+        perplexities([model[0]._tokenizer_path, short], text=str(text), output_json=file, **options)
+    assert len(json.loads(file.read_text())["rows"]) == 1
+
+
+def test_a_model_without_a_tokenizer_is_noticed_before_another_runs(model, tmp_path: Path) -> None:
+    config = tiny_config()
+    bare = write_folder(tmp_path / "bare", config, random_tensors(config))
+    with pytest.raises(RequestError, match=f"^{bare} has no tokenizer"):
+        perplexities([model[0]._tokenizer_path, bare], device="cpu", output_json=tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
 
 
 @pytest.mark.parametrize(

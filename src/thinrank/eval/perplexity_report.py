@@ -14,6 +14,7 @@ from ..device import resolve_device
 from ..errors import OptionError, ThinrankError, unknown_name
 from ..llm import LLM
 from ..model.cost import parameters
+from ..text import Tokenizer
 from .perplexity import PATHS, perplexity
 from .texts import load_text
 
@@ -69,6 +70,8 @@ def perplexities(
     chosen = load_text(text)
     # Reads no weights; every model is looked at before the first one runs.
     opened = [checkpoint_model(model, dtype, target, seed=0) for model in models]
+    for model in opened:
+        Tokenizer(model.name)
     settings = {
         "dataset": chosen.dataset,
         "split": chosen.split,
@@ -83,8 +86,8 @@ def perplexities(
     for model in opened:
         on_progress(f"measuring {model.name}")
         reset_memory(target)
+        llm = LLM(model.name, device=target, dtype=dtype)
         try:
-            llm = LLM(model.name, device=target, dtype=dtype)
             result = perplexity(
                 llm,
                 chosen.text,
@@ -95,8 +98,6 @@ def perplexities(
                 progress=progress,
             )
         except ThinrankError as error:
-            if model.name in error.message:
-                raise
             raise type(error)(f"{model.name}: {error.message}", error.hint) from error
         row = PerplexityRow(
             model=model.name,
