@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from thinrank.bench.ablation import ablation
 from thinrank.bench.latency import latency
+from thinrank.bench.report import file_prefix
 from thinrank.bench.sweep import sweep
 from thinrank.bench.throughput import throughput
+from thinrank.device import resolve_device
 from thinrank.errors import ThinrankError
 
 STRUCTURES = ("uniform", "hetero", "shared2", "mixed", "dense")
@@ -73,7 +73,7 @@ def main() -> None:
     if options.list or not chosen:
         print("\n".join(known))
         sys.exit(0 if options.list else f"no run has a name like {' or '.join(options.runs)}")
-    card = torch.cuda.get_device_name().removeprefix("NVIDIA ").replace(" ", "-").lower()
+    card = file_prefix(resolve_device("cuda"))
     command, failed = shlex.join(["python", *sys.argv]), []
     for name in chosen:
         run, arguments = known[name]

@@ -13,9 +13,8 @@ import shlex
 import sys
 from pathlib import Path
 
-import torch
-
 from thinrank import compress, convert
+from thinrank.bench.report import file_prefix
 from thinrank.device import resolve_device
 from thinrank.eval.fidelity import FidelityReport, fidelity
 from thinrank.eval.perplexity_report import perplexities
@@ -42,14 +41,6 @@ def prepare(model: str, work: Path, device: str) -> dict[str, Path]:
             progress=False,
         )
     return folders
-
-
-def card(device: str) -> str:
-    """How names of result files begin: "h200", "cpu"."""
-    resolved = resolve_device(device)
-    if resolved.type == "cpu":
-        return "cpu"
-    return torch.cuda.get_device_name(resolved).removeprefix("NVIDIA ").replace(" ", "-").lower()
 
 
 def show(name: str, report: FidelityReport) -> None:
@@ -85,7 +76,7 @@ def main() -> None:
         "device": options.device,
         "command": shlex.join(["python", *sys.argv]),
     }
-    prefix = card(options.device)
+    prefix = file_prefix(resolve_device(options.device))
     folders = prepare(options.model, options.work, options.device)
     for name, folder in folders.items():
         report = fidelity(

@@ -1,16 +1,13 @@
 """Kernels compiled ahead of their launch, on a machine without a GPU: in a process without Triton's interpreter."""
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
 from thinrank.kernels.compilation import compile_kernels
+from without_interpreter import run_script
 
 pytestmark = pytest.mark.slow  # some seconds
 
@@ -18,12 +15,8 @@ pytestmark = pytest.mark.slow  # some seconds
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What `compile_ahead.py` prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    script = Path(__file__).with_name("compile_ahead.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    [printed] = run_script("compile_ahead.py", tmp_path_factory.mktemp("triton"), ())
+    return printed
 
 
 def test_what_is_launched_is_compiled_and_does_not_run(found):

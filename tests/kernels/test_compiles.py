@@ -4,10 +4,6 @@ All other tests of kernels run in Triton's interpreter where there is no GPU, an
 """
 
 import ast
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +11,9 @@ import pytest
 pytest.importorskip("triton")
 
 import thinrank.kernels
+from without_interpreter import run_script
 
-SCRIPT = Path(__file__).with_name("compile_kernels.py")
+SCRIPT = "compile_kernels.py"
 PROCESSES = 2
 
 GEMVS = {"_norm_project_kernel", "_project_kernel", "_project_rope_kernel", "_project_silu_mul_kernel"}
@@ -25,27 +22,11 @@ STREAMING = {*GEMVS, "_decode_kernel"}
 pytestmark = pytest.mark.slow  # half a minute on two cores
 
 
-def run_script(cache, *runs):
-    """The lines of `compile_kernels.py`, run at the same time with each of these arguments."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), *map(str, arguments)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for arguments in runs
-    ]  # fmt: skip
-    outputs = [process.communicate() for process in processes]
-    for process, (_, stderr) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, stderr
-    return [json.loads(line) for stdout, _ in outputs for line in stdout.splitlines()]
-
-
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """What `compile_kernels.py` says of each kernel."""
-    return run_script(tmp_path_factory.mktemp("triton"), *((share, PROCESSES) for share in range(PROCESSES)))
+    shares = ((share, PROCESSES) for share in range(PROCESSES))
+    return run_script(SCRIPT, tmp_path_factory.mktemp("triton"), *shares)
 
 
 def launched_kernels():
@@ -90,8 +71,8 @@ def test_gemvs_multiply_on_tensor_cores(compiled):
 
 
 def test_ranks_that_differ_compile_few_kernels(tmp_path):
-    """A first start compiles one after the other. It took 27 kernels when numbers of rows were told apart by whether
-    they are multiples of 16; now only what a launch has (table or rule) and whether its rounds come out even counts."""
-    uniform, hetero = run_script(tmp_path, ("count", "uniform"), ("count", "hetero"))
+    """A first start compiles them all: 27 when numbers of rows were told apart by whether they are multiples of 16;
+    now only what a launch has (table or rule) and whether its rounds come out even counts."""
+    uniform, hetero = run_script(SCRIPT, tmp_path, ("count", "uniform"), ("count", "hetero"))
     assert hetero["_norm_project_kernel"] <= uniform["_norm_project_kernel"]
     assert sum(hetero.values()) <= sum(uniform.values()) + 6

@@ -106,6 +106,13 @@ def at_least(least: int, **values: int) -> None:
             raise OptionError(f"{name} is {value}", "it must be less than 2^63")
 
 
+def file_prefix(device: torch.device) -> str:
+    """How names of a device's result files begin: "h200", "cpu"."""
+    if device.type == "cpu":
+        return "cpu"
+    return torch.cuda.get_device_name(device).removeprefix("NVIDIA ").replace(" ", "-").lower()
+
+
 def require_gpu(command: str, device: torch.device) -> None:
     """Raises OptionError for a command that measures kernels and graphs, on a device that has neither."""
     if device.type != "cuda":

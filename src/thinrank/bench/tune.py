@@ -228,11 +228,11 @@ def _is_sensible(launch: Launch, config: GemvConfig) -> bool:
     """
     blocks = -(-launch.width // (64 * config.splits))
     programs = launch.rows // config.rows * config.splits
-    uneven_pair = launch.op == "project_silu_mul" and not config.is_even(launch.width, launch.narrowest)
+    unequal_pair = launch.op == "project_silu_mul" and launch.narrowest > 0
     return (
         config.num_warps * config.ahead <= max(2, blocks)
         and (config.splits == 1 or programs <= ENOUGH_PROGRAMS)
-        and not (uneven_pair and launch.narrowest and config.ahead > 2)
+        and (not unequal_pair or config.ahead <= 2 or config.is_even(launch.width, launch.narrowest))
     )
 
 

@@ -162,7 +162,7 @@ def gemv_rule(launch: Launch) -> GemvConfig:
         case "project_rope":
             config = GemvConfig(4 if rows < 8192 or much_narrower else 2, 4)
         case _:
-            even = width % 512 == narrowest % 512 == 0
+            even = GemvConfig(2, 4).is_even(width, narrowest)
             config = GemvConfig(2, 2 if much_narrower else 4 if even else 1)
     while config.step > width and config.ahead > 1:
         config = config._replace(ahead=config.ahead // 2)
